@@ -1,0 +1,48 @@
+"""Every error that a user can meet, and what each is for.
+
+ParisKVError                 anything below: the message says what was wanted, given, where, and what to do
+├── ConfigError              the YAML, an override or a command-line value is wrong
+├── ModelError               the model cannot be found, loaded or served
+├── PluginError
+│   ├── PluginLoadError      a plugin could not be imported or registered, or its factory failed
+│   ├── PluginContractError  a plugin breaks the contract of `pariskv.hookspecs`
+│   └── BindingError         the layer's stages do not fit together (no producer of a format, ...)
+├── ShapeError               a tensor has the wrong shape, dtype or device
+└── CapacityError            the request needs more memory or more positions than there are
+"""
+
+
+class ParisKVError(Exception):
+    """The base of every error that pariskv raises on purpose."""
+
+
+class ConfigError(ParisKVError):
+    """A configuration value is missing, unknown, of the wrong type or out of range."""
+
+
+class ModelError(ParisKVError):
+    """A model cannot be found, loaded or served."""
+
+
+class PluginError(ParisKVError):
+    """The base of what can go wrong with a plugin."""
+
+
+class PluginLoadError(PluginError):
+    """A plugin could not be imported or registered, or its factory failed."""
+
+
+class PluginContractError(PluginError):
+    """A plugin breaks the contract of `pariskv.hookspecs`."""
+
+
+class BindingError(PluginError):
+    """The stages chosen for a layer do not fit together."""
+
+
+class ShapeError(ParisKVError):
+    """A tensor has the wrong shape, dtype or device."""
+
+
+class CapacityError(ParisKVError):
+    """The request needs more memory or more positions than there are."""
