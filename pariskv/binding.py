@@ -1,0 +1,234 @@
+"""Names in the YAML to a `LayerPipeline` of plain functions, once per layer; nothing here runs per token.
+
+`pariskv.resolve` says which retriever gives which stage; here its method becomes a function that the
+decode loop calls by position, and that says where it happened when it raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pluggy
+from torch import Tensor
+
+from pariskv.budget import CandidateRule
+from pariskv.config import DEFAULT, Config, layer_range
+from pariskv.errors import BindingError, ConfigError, PluginContractError
+from pariskv.hookspecs import PROJECT, Need, StageSpec, hookimpl
+from pariskv.registry import Registry
+from pariskv.resolve import Indexes, Instance, Plan, Resolver, Retrievers
+from pariskv.stages import FORMAT_STAGES, STAGES, Stage, wrapped_stages
+from pariskv.types import (
+    Budget,
+    Codes,
+    LayerInfo,
+    Prefill,
+    Query,
+    Selected,
+    Selection,
+    Store,
+    Tensors,
+    WorkingSet,
+)
+
+AllocateCodes = Callable[[LayerInfo, int], Codes]
+Fit = Callable[[LayerInfo, Prefill], Tensors]
+Encode = Callable[[Tensor, Tensor, Tensors], Tensors]
+EncodeQuery = Callable[[Tensor, Tensors], Tensors]
+CoarseSelect = Callable[[Query, Codes, Budget], Selection]
+Rerank = Callable[[Query, Selection, Codes, int], Selection]
+AllocateStore = Callable[[LayerInfo, int], Store]
+Fetch = Callable[[Selection, Store, Tensor], Selected]
+Update = Callable[[Tensor, Tensor, Store, list[int]], None]
+Attend = Callable[[Query, WorkingSet, Selected | None], tuple[Tensor, Tensor]]
+
+STEP_STAGES = ("encode_query", "coarse_select", "rerank", "fetch", "attend")
+"""The stages that run at every step: those that a captured graph contains."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """One producer of codes in a layer; `name` is the retriever's instance name."""
+
+    name: str
+    format: str
+    block: int
+    needs: frozenset[Need]
+    allocate_codes: AllocateCodes
+    encode: Encode
+    fit: Fit | None = None
+    encode_query: EncodeQuery | None = None
+
+
+@dataclass(frozen=True)
+class LayerPipeline:
+    """The stages of one layer, bound.
+
+    coarse_codes, rerank_codes  which encoder's codes the stage reads; None: empty codes with only the length
+    rerank         None: the first top_k of coarse_select, which are all that `candidates` asks for
+    indexes        the strictest of the retrievers used; "none": no stage but attend
+    block          the least common multiple of the encoders' blocks
+    graph_reason   why `graph_safe` is False, empty where it is True
+    names          stage to instance, for the manifest
+    """
+
+    index: int
+    attend: Attend
+    encoders: tuple[Encoder, ...] = ()
+    coarse_select: CoarseSelect | None = None
+    coarse_codes: str | None = None
+    rerank: Rerank | None = None
+    rerank_codes: str | None = None
+    allocate_store: AllocateStore | None = None
+    fetch: Fetch | None = None
+    update: Update | None = None
+    candidates: CandidateRule = field(default_factory=CandidateRule.first_top_k)
+    top_k: int = 0
+    per_query_head: bool = False
+    indexes: Indexes = "none"
+    block: int = 1
+    graph_safe: bool = False
+    graph_reason: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def slots(self, group: int) -> int:
+        """K: rows that the layer's selection can hold per key/value head."""
+        return self.top_k * group if self.per_query_head else self.top_k
+
+
+def bind(
+    config: Config, num_layers: int, registry: Registry, retrieval_layers: Collection[int] | None = None
+) -> dict[int, LayerPipeline]:
+    """The pipelines of the layers that retrieve (None: all of them), by layer index.
+
+    Raises ConfigError for names and ranges that do not exist, BindingError where stages do not fit together,
+    PluginContractError and PluginLoadError for what is wrong with a plugin.
+    """
+    keys = _keys_of_layers(config, num_layers)
+    retrievers = Retrievers(config, registry)
+    layers = sorted(range(num_layers) if retrieval_layers is None else retrieval_layers)
+    resolvers = {key: Resolver(config, retrievers, key) for key in {keys[index] for index in layers}}
+    plans = {key: resolver.plan() for key, resolver in sorted(resolvers.items())}
+    binder = _Binder(config.wrappers, registry, retrievers.made.values())
+    return {index: binder.pipeline(index, plans[keys[index]]) for index in layers}
+
+
+def _keys_of_layers(config: Config, num_layers: int) -> list[str]:
+    """The key of `layers:` that each layer stands under."""
+    keys = [DEFAULT] * num_layers
+    for key in config.layers:
+        for index in layer_range(key) if key != DEFAULT else ():
+            if index >= num_layers:
+                raise ConfigError(f"layers.{key}: the model has {num_layers} layers, 0 to {num_layers - 1}")
+            keys[index] = key
+    return keys
+
+
+class _Binder:
+    """Turns plans into pipelines of guarded functions, through pluggy only where a wrapper wants to see the call."""
+
+    def __init__(self, wrappers: Sequence[str], registry: Registry, instances: Collection[Instance]):
+        self.manager = pluggy.PluginManager(PROJECT)
+        self.manager.add_hookspecs(StageSpec)
+        self.plugins = {one.name: _Plugin(one) for one in instances}
+        for name, plugin in self.plugins.items():
+            self.manager.register(plugin, name)
+        self.wrapped: dict[str, frozenset[str]] = {}
+        self.unsafe_wrappers: list[str] = []
+        # pluggy calls the wrapper that was registered last first.
+        for name in reversed(wrappers):
+            self._add_wrapper(name, registry.make_wrapper(name))
+        self.manager.check_pending()
+
+    def _add_wrapper(self, name: str, wrapper: object) -> None:
+        if name in self.wrapped:
+            raise BindingError(f"wrappers: {name!r} is listed twice; list it once")
+        self.wrapped[name] = wrapped_stages(wrapper, f"wrapper {name!r}")
+        if not getattr(wrapper, "graph_safe", False):
+            self.unsafe_wrappers.append(name)
+        try:
+            self.manager.register(wrapper, f"wrapper {name}")
+        except (pluggy.PluginValidationError, ValueError) as error:
+            raise PluginContractError(f"wrapper {name!r}: {' '.join(str(error).split())}") from error
+
+    def pipeline(self, index: int, plan: Plan) -> LayerPipeline:
+        bound = {stage: self._bound(one, stage, index) for stage, one in plan.stages.items()}
+        last = plan.stages.get("rerank") or plan.stages.get("coarse_select")
+        reason = self._graph_reason(plan)
+        return LayerPipeline(
+            index=index,
+            **bound,
+            encoders=tuple(self._encoder(one, index) for one in plan.encoders),
+            coarse_codes=plan.codes.get("coarse_select"),
+            rerank_codes=plan.codes.get("rerank"),
+            candidates=plan.candidates,
+            top_k=plan.top_k,
+            per_query_head=last is not None and last.traits.selects_per_query_head,
+            indexes=plan.indexes,
+            block=math.lcm(*(one.traits.block for one in plan.encoders)),
+            graph_safe=not reason,
+            graph_reason=reason,
+            names={stage: one.name for stage, one in plan.stages.items()},
+        )
+
+    def _encoder(self, one: Instance, index: int) -> Encoder:
+        assert one.traits.format is not None
+        bound = {stage: self._bound(one, stage, index) for stage in FORMAT_STAGES if stage in one.stages}
+        return Encoder(one.name, one.traits.format, one.traits.block, frozenset(one.traits.needs), **bound)
+
+    def _bound(self, one: Instance, stage: str, index: int) -> Stage:
+        wrappers = [name for name, stages in self.wrapped.items() if stage in stages]
+        note = f"in {stage} of {one.label}, layer {index}"
+        if not wrappers:
+            return _guarded(one.stages[stage], note)
+        others = [plugin for name, plugin in self.plugins.items() if name != one.name]
+        call, names = self.manager.subset_hook_caller(stage, remove_plugins=others), STAGES[stage]
+
+        def wrapped(*arguments: object) -> object:
+            return call(**dict(zip(names, arguments, strict=True)))
+
+        return _guarded(wrapped, f"{note}, inside {', '.join(repr(name) for name in reversed(wrappers))}")
+
+    def _graph_reason(self, plan: Plan) -> str:
+        """The first stage or wrapper of a step that is not declared graph-safe, empty where all are."""
+        step = [("encode_query", one) for one in plan.encoders if "encode_query" in one.stages]
+        step += [(stage, one) for stage, one in plan.stages.items() if stage in STEP_STAGES]
+        for stage, one in step:
+            if not one.traits.graph_safe:
+                return f"{stage} of {one.label} does not declare graph_safe"
+            for name in self.unsafe_wrappers:
+                if stage in self.wrapped[name]:
+                    return f"wrapper {name!r} around {stage} does not declare graph_safe"
+        return ""
+
+
+class _Plugin:
+    """One retriever as pluggy sees it: compared by identity, its hooks under the contract's names and arguments."""
+
+    def __init__(self, one: Instance):
+        for stage, function in one.stages.items():
+            setattr(self, stage, hookimpl(_as_hook(function, stage)))
+
+
+def _as_hook(function: Stage, stage: str) -> Stage:
+    @functools.wraps(getattr(StageSpec, stage))
+    def hook(*arguments: object) -> object:
+        return function(*arguments)
+
+    return hook
+
+
+def _guarded(function: Stage, note: str) -> Stage:
+    """The function, adding to what it raises where that was; a try costs nothing while nothing is raised."""
+
+    def guarded(*arguments: object) -> object:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            error.add_note(note)
+            raise
+
+    return guarded
