@@ -1,0 +1,127 @@
+"""The state of one request: every layer's `LayerState`, and what they add up to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pariskv.binding import LayerPipeline
+from pariskv.config import WindowConfig
+from pariskv.layer import HEADROOM, LayerState, Request
+from pariskv.prompt import Unrotate
+from pariskv.types import LayerInfo
+from pariskv.window import Window
+
+
+class RequestState:
+    """The layers of one request, created as the model first reaches them.
+
+    pipelines  layer index -> bound stages, for the layers that retrieve
+    """
+
+    def __init__(self, pipelines: Mapping[int, LayerPipeline], window: WindowConfig, unrotate: Unrotate | None = None):
+        self.pipelines = dict(pipelines)
+        self.request = Request(unrotate=unrotate)
+        self.layers: dict[int, LayerState] = {}
+        self._window = window
+        self._steps = 0
+        self._steady_tokens = 0
+
+    def layer(self, info: LayerInfo) -> LayerState:
+        """The state of layer `info.index`, made at its first call."""
+        if info.index not in self.layers:
+            pipeline = self.pipelines[info.index]
+            self.layers[info.index] = LayerState(info, pipeline, self.window_of(pipeline), self.request)
+        return self.layers[info.index]
+
+    def window_of(self, pipeline: LayerPipeline) -> Window:
+        """The layer's window: U is a multiple of the block of every format that it reads."""
+        w = self._window
+        return Window(w.sink, w.local, math.lcm(w.update_interval, pipeline.block), w.dense_below)
+
+    # The phases, told by the loop; under `generate()` each layer infers them
+
+    def begin_prefill(self, chunk_tokens: int, new_tokens: int = HEADROOM) -> None:
+        """A prompt (or a later turn) of `chunk_tokens` columns comes, then up to `new_tokens` tokens."""
+        history = max((max(layer.lengths) for layer in self.layers.values()), default=0)
+        self.request.prompt_tokens = history + chunk_tokens
+        self.request.new_tokens = new_tokens
+        self.request.prefilling = True
+        self.request.active, self.request.active_rows = None, []
+
+    def end_prefill(self) -> None:
+        """The prompt is complete: regions are made, formats are fitted, the prompt's buffers released."""
+        self.request.prefilling = False
+        for layer in self.layers.values():
+            layer.end_prefill()
+
+    def set_active(self, active_rows: list[bool]) -> None:
+        """Rows that have ended stop writing."""
+        if active_rows == self.request.active_rows:
+            return
+        self.request.active_rows = list(active_rows)
+        device = next(iter(self.layers.values())).info.device
+        self.request.active = None if all(active_rows) else torch.tensor(active_rows, device=device)
+
+    def end_step(self) -> None:
+        """Between two steps: full buffers leave for the zone; the step is counted."""
+        self._steps += 1
+        for layer in self.layers.values():
+            self._steady_tokens += sum(layer.lengths) - sum(layer.zones)
+            layer.settle()
+
+    # What it adds up to
+
+    @property
+    def attended_tokens_per_step(self) -> float:
+        """Tokens that a query head attends to, mean over steps, layers, rows and key/value heads."""
+        layers = list(self.layers.values())
+        if not layers or not self._steps:
+            return 0.0
+        selected = sum(int(layer.selected) / layer.info.kv_heads for layer in layers)
+        return (self._steady_tokens + selected) / (self._steps * len(layers) * layers[0].info.batch)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Real tokens of each row."""
+        return next(iter(self.layers.values())).lengths if self.layers else []
+
+    @property
+    def kv_device_bytes(self) -> int:
+        """Keys and values on the device: sink, ring and slots, a prompt being read, a store kept there."""
+        total = 0
+        for layer in self.layers.values():
+            total += layer.device.nbytes if layer.device else 0
+            total += layer.prompt.keys.nbytes + layer.prompt.values.nbytes if layer.prompt else 0
+            total += layer.store.device_bytes if layer.store else 0
+        return total
+
+    @property
+    def kv_host_bytes(self) -> int:
+        return sum(layer.store.host_bytes for layer in self.layers.values() if layer.store)
+
+    @property
+    def kv_dense_bytes(self) -> int:
+        """What dense attention would hold for the same tokens."""
+        return sum(dense_bytes(layer) for layer in self.layers.values())
+
+    @property
+    def code_bytes(self) -> int:
+        return sum(layer.code_bytes for layer in self.layers.values())
+
+
+def dense_bytes(layer: LayerState) -> int:
+    """What dense attention would hold for the layer's tokens: a key and a value each."""
+    info = layer.info
+    tokens = sum(layer.lengths)
+    element = torch.finfo(info.dtype).bits // 8
+    return 2 * tokens * info.kv_heads * info.head_dim * element
+
+
+def as_heads(query: Tensor, kv_heads: int) -> Tensor:
+    """The model's queries of one token [B, H * G, 1, D] by key/value head [B, H, G, D]."""
+    batch, heads, _, size = query.shape
+    return query.reshape(batch, kv_heads, heads // kv_heads, size)

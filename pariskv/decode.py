@@ -1,0 +1,182 @@
+"""START READING HERE: a prompt goes in, tokens come out.
+
+    prefill       the prompt through the model, chunk by chunk, with dense attention
+    decode_step   one token through the model; in each layer the five hooks:
+    attend_layer      encode_query -> coarse_select -> rerank -> fetch -> attend
+    generate      prefill, then sample and step until every row has ended
+
+The model calls `attend_layer` from inside its own forward (`pariskv.integrations.transformers`);
+the fifth hook, `update` (with `encode`), runs between steps: `LayerState.settle`.
+A step has fixed shapes, pads with -1 and reads lengths from the device, so that it can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pariskv.config import GenerationConfig
+from pariskv.layer import LayerState
+from pariskv.sampling import Sampler
+from pariskv.types import Query, Tensors
+
+Progress = Callable[[int, int], None]
+"""Called with (tokens read, tokens in all) after every chunk of a prefill."""
+
+
+class DecodeCache(Protocol):
+    """What the loop asks of a cache; `ParisCache` is one, a plain dense cache another."""
+
+    def begin_prefill(self, chunk_tokens: int, new_tokens: int) -> None: ...
+
+    def end_prefill(self) -> None: ...
+
+    def set_active(self, active_rows: list[bool]) -> None: ...
+
+    def end_step(self) -> None: ...
+
+
+class Model(Protocol):
+    """What the loop asks of a language model."""
+
+    eos_ids: tuple[int, ...]
+    pad_id: int
+
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: DecodeCache) -> Tensor:
+        """Logits [B, V] of the last of the tokens [B, Q]; mask bool [B, n] over everything so far."""
+        ...
+
+
+@dataclass
+class Batch:
+    """Prompts of one batch, padded on the left.
+
+    tokens  int64 [B, T]
+    mask    bool [B, T], None where nothing is padded
+    """
+
+    tokens: Tensor
+    mask: Tensor | None = None
+
+    def positions(self) -> Tensor:
+        """[B, T], counted from each row's first real token."""
+        if self.mask is None:
+            return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        return (self.mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def generate(
+    model: Model,
+    cache: DecodeCache,
+    batch: Batch,
+    settings: GenerationConfig,
+    chunk: int | None = None,
+    progress: Progress | None = None,
+) -> Iterator[list[int | None]]:
+    """Yield each step's new token per row, None once a row has ended.
+
+    chunk  tokens of the prompt that go through the model at a time, None for all of them
+    """
+    logits = prefill(model, cache, batch, settings.max_new_tokens, chunk, progress)
+    yield from decode(model, cache, batch, logits, settings)
+
+
+@torch.no_grad()
+def prefill(
+    model: Model,
+    cache: DecodeCache,
+    batch: Batch,
+    new_tokens: int,
+    chunk: int | None = None,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Read the prompts into the cache; returns the logits [B, V] after their last tokens."""
+    total = batch.tokens.shape[1]
+    positions = batch.positions()
+    cache.begin_prefill(total, new_tokens)
+    logits = torch.empty(0)
+    for start in range(0, total, chunk or total):
+        stop = min(start + (chunk or total), total)
+        mask = None if batch.mask is None else batch.mask[:, :stop]
+        logits = model.forward(batch.tokens[:, start:stop], positions[:, start:stop], mask, cache)
+        if progress is not None:
+            progress(stop, total)
+    cache.end_prefill()
+    return logits
+
+
+@torch.no_grad()
+def decode(
+    model: Model, cache: DecodeCache, batch: Batch, logits: Tensor, settings: GenerationConfig
+) -> Iterator[list[int | None]]:
+    """Sample from the prefill's logits and go on until every row has ended or the tokens are used up."""
+    sampler = Sampler(settings, logits.shape[0])
+    positions = batch.positions()[:, -1:] + 1
+    mask = batch.mask
+    active = [True] * logits.shape[0]
+    for step in range(settings.max_new_tokens):
+        sampled = sampler(logits)
+        tokens = [token if is_active else None for token, is_active in zip(sampled.tolist(), active, strict=True)]
+        yield tokens
+        active = [token is not None and token not in model.eos_ids for token in tokens]
+        if not any(active) or step + 1 == settings.max_new_tokens:
+            return
+        cache.set_active(active)
+        step_tokens = torch.where(torch.tensor(active, device=sampled.device), sampled, model.pad_id)
+        mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=True)
+        try:
+            logits = decode_step(model, cache, step_tokens.unsqueeze(1), positions, mask)
+        except Exception as error:
+            error.add_note(f"at decode step {step + 1}")
+            raise
+        positions = positions + 1
+
+
+def decode_step(model: Model, cache: DecodeCache, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+    """One token per row [B, 1] through the model, then what is due moves into the zone; logits [B, V]."""
+    logits = model.forward(tokens, positions, mask, cache)
+    cache.end_step()
+    return logits
+
+
+def attend_layer(layer: LayerState, heads: Tensor) -> tuple[Tensor, Tensor]:
+    """One layer of one decode step: what the queries [B, H, G, D] find in the history.
+
+    The step's own key and value are in the ring already.
+    returns out [B, H, G, D] and its log-sum-exp [B, H, G]
+    """
+    pipeline, info, device = layer.pipeline, layer.info, layer.device
+    assert device is not None
+
+    def query(encoded: Tensors | None = None) -> Query:
+        return Query(heads, encoded, info.scaling, info.softcap)
+
+    if not layer.retrieves:
+        return pipeline.attend(query(), device.working, None)
+    assert pipeline.coarse_select is not None
+    assert pipeline.fetch is not None
+    assert layer.store is not None
+    encoded = encode_queries(layer, heads)
+    codes = layer.codes_of(pipeline.coarse_codes)
+    selection = pipeline.coarse_select(query(encoded.get(pipeline.coarse_codes)), codes, layer.budget)
+    if pipeline.rerank is not None:
+        codes = layer.codes_of(pipeline.rerank_codes)
+        selection = pipeline.rerank(query(encoded.get(pipeline.rerank_codes)), selection, codes, pipeline.top_k)
+    slots = device.working.slots[:, :, : selection.indices.shape[-1]]
+    selected = pipeline.fetch(selection, layer.store, slots)
+    layer.selected += selected.valid.sum()
+    return pipeline.attend(query(), device.working, selected)
+
+
+def encode_queries(layer: LayerState, heads: Tensor) -> dict[str | None, Tensors]:
+    """The encoded queries by producer, once for each format that a stage of the layer reads."""
+    read = {layer.pipeline.coarse_codes, layer.pipeline.rerank_codes}
+    return {
+        encoder.name: encoder.encode_query(heads, layer.state_of(encoder.name))
+        for encoder in layer.pipeline.encoders
+        if encoder.encode_query is not None and encoder.name in read
+    }

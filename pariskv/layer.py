@@ -1,0 +1,304 @@
+"""The state of one attention layer of a request: its rows on the device, its store, its codes.
+
+What changes per token lives here. A layer is either reading a prompt (`prompt` is set) or decoding
+(`device` is set); `append` is the way in for both, `settle` moves what is due into the zone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pariskv.binding import Encoder, LayerPipeline
+from pariskv.errors import CapacityError
+from pariskv.prompt import Prompt, PromptView, QueryStatistics, Unrotate
+from pariskv.types import Budget, Codes, LayerInfo, Store, Tensors
+from pariskv.window import Window
+from pariskv.working import DeviceRows
+
+HEADROOM = 256
+"""Tokens that a request without a known end gets room for beyond its prompt."""
+
+
+@dataclass
+class Request:
+    """What all layers of a request share.
+
+    prompt_tokens  columns that the prompt being read will have in the end, 0 where nobody knows
+    new_tokens     tokens that will be generated after it
+    prefilling     the loop says that a prompt is being read; without a loop it is inferred
+    active         bool [B] on the device, and the same on the host: rows that still generate
+    unrotate       takes keys back to before the rotary embedding, None where the model cannot
+    """
+
+    prompt_tokens: int = 0
+    new_tokens: int = HEADROOM
+    prefilling: bool = False
+    active: Tensor | None = None
+    active_rows: list[bool] = field(default_factory=list)
+    unrotate: Unrotate | None = None
+
+
+class LayerState:
+    """Everything that one layer of one request holds.
+
+    lengths, zones  host integers, a row each: its tokens, and how many of them are in the zone
+    """
+
+    def __init__(self, info: LayerInfo, pipeline: LayerPipeline, window: Window, request: Request):
+        self.info = info
+        self.pipeline = pipeline
+        self.window = window.without_zone() if pipeline.indexes == "none" else window
+        self.request = request
+        self.lengths = [0] * info.batch
+        self.zones = [0] * info.batch
+        self.zone_length = torch.zeros(info.batch, dtype=torch.int32, device=info.device)
+        self.budget = Budget(0, torch.zeros_like(self.zone_length))
+        self.selected = torch.zeros((), dtype=torch.int64, device=info.device)
+        self.prompt: Prompt | None = None
+        self.device: DeviceRows | None = None
+        self.store: Store | None = None
+        self.codes: dict[str, Codes] = {}
+        self.states: dict[str, dict[str, Tensor]] = {}
+        self._fitted: dict[str, set[int]] = {encoder.name: set() for encoder in pipeline.encoders}
+        self._queries: QueryStatistics | None = None
+        self._no_codes = Codes({}, {}, self.zone_length, 0)
+
+    # The way in
+
+    @property
+    def decoding(self) -> bool:
+        return self.device is not None
+
+    @property
+    def retrieves(self) -> bool:
+        """Some row has a zone and the pipeline takes from it; changes only between steps."""
+        return self.pipeline.coarse_select is not None and any(self.zones)
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the model's new keys and values [B, H, Q, D].
+
+        returns what a prompt's chunk attends to [B, H, n, D]; a decode step's own token as it came
+        """
+        if keys.shape[2] == 1 and any(self.lengths) and not self.request.prefilling:
+            if self.device is None:
+                self.end_prefill()
+            self._append_token(keys, values)
+            return keys, values
+        if self.prompt is None:
+            self._begin_prompt(keys.shape[2])
+        assert self.prompt is not None
+        return self.prompt.append(keys, values)
+
+    def _append_token(self, keys: Tensor, values: Tensor) -> None:
+        self.settle()
+        assert self.device is not None
+        self.device.append(keys, values, self.request.active)
+        active = self.request.active_rows or [True] * self.info.batch
+        self.lengths = [n + is_active for n, is_active in zip(self.lengths, active, strict=True)]
+
+    # Reading a prompt
+
+    def _begin_prompt(self, chunk: int) -> None:
+        """Start the prompt's buffer, with the history in front where this is a later turn."""
+        history = max(self.lengths)
+        columns = max(history + chunk, self.request.prompt_tokens)
+        prompt = Prompt(self.info, columns)
+        prompt.columns = history
+        prompt.pads = [history - length for length in self.lengths]
+        for row, pad in enumerate(prompt.pads):
+            prompt.keys[row, :, :pad] = 0
+            prompt.values[row, :, :pad] = 0
+            column = pad
+            for keys, values in self._history(row):
+                stop = column + keys.shape[1]
+                prompt.keys[row, :, column:stop] = keys
+                prompt.values[row, :, column:stop] = values
+                column = stop
+        self.prompt, self.device = prompt, None
+
+    def _history(self, row: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values [H, n, D] of everything that a row holds, in token order."""
+        if self.device is None or not self.lengths[row]:
+            return
+        tokens, zone = self.lengths[row], self.zones[row]
+        first = min(self.window.sink, tokens)
+        yield _split(self.device.read(row, 0, first))
+        if zone and self.store is not None:
+            yield self.store.read(row, 0, zone)
+        yield _split(self.device.read(row, first + zone, tokens))
+
+    def chunk_attended(self, query: Tensor, mask: Tensor | None) -> None:
+        """A prompt's chunk has been attended to: learn its padding, move the blocks that are complete.
+
+        query [B, H * G, Q, D]; mask [B, 1, Q, n] or None
+        """
+        assert self.prompt is not None
+        self.prompt.note_mask(mask)
+        self.lengths = self.prompt.lengths
+        if any(encoder.needs & {"query_moment", "recent_queries"} for encoder in self.pipeline.encoders):
+            self._queries = self._queries or QueryStatistics(self.info, self.window)
+            self._queries.add(query, self.lengths)
+        self.settle()
+
+    def end_prefill(self) -> None:
+        """Leave the prompt's buffer: fit and encode what waited for it, sink and ring to the device."""
+        prompt = self.prompt
+        assert prompt is not None
+        self._fit_and_encode()
+        ring = max(self._ring_capacity(tokens, tokens + self.request.new_tokens) for tokens in self.lengths)
+        self.device = DeviceRows(self.info, self.window, ring, self.pipeline.slots(self.info.group))
+        for row, (tokens, zone) in enumerate(zip(self.lengths, self.zones, strict=True)):
+            first = min(self.window.sink, tokens)
+            for start, stop in ((0, first), (first + zone, tokens)):
+                keys, values = prompt.read(row, start, stop)
+                self.device.place(row, start, torch.stack((keys, values), dim=2))
+            self.device.publish(row, tokens, zone)
+        self.prompt = None
+        self._publish_zones()
+
+    def _ring_capacity(self, tokens: int, final_tokens: int) -> int:
+        if self.pipeline.indexes == "prompt":
+            zone = self.window.zone(tokens)
+            return self.window.ring(final_tokens, zone)
+        return self.window.ring_capacity(tokens, final_tokens)
+
+    # Moving tokens into the zone: `update`
+
+    def settle(self) -> None:
+        """Move every block that is due from the prompt or the ring into the zone. Between steps only."""
+        due: dict[int, list[int]] = {}
+        for row, tokens in enumerate(self.lengths):
+            if more := self._zone(row, tokens) - self.zones[row]:
+                due.setdefault(more, []).append(row)
+        for more, rows in due.items():
+            self._move(rows, more)
+        if due and self.device is not None:
+            self._fit_and_encode()
+            self._publish_zones()
+        self._keep_a_free_slot()
+
+    def _zone(self, row: int, tokens: int) -> int:
+        if self.pipeline.indexes == "prompt" and self.decoding:
+            return self.zones[row]
+        return self.window.zone(tokens)
+
+    def _move(self, rows: list[int], tokens: int) -> None:
+        """The oldest `tokens` tokens outside the zone of each of the rows: encode them, append them."""
+        starts = [self.zones[row] for row in rows]
+        self._reserve(max(starts) + tokens)
+        pairs = [self._read(row, self.window.sink + start, tokens) for row, start in zip(rows, starts, strict=True)]
+        keys = torch.stack([keys for keys, _ in pairs])
+        values = torch.stack([values for _, values in pairs])
+        for encoder in self.pipeline.encoders:
+            fitted = self._fitted[encoder.name]
+            ready = [i for i, row in enumerate(rows) if encoder.fit is None or row in fitted]
+            if ready:
+                self._encode(encoder, [rows[i] for i in ready], [starts[i] for i in ready], keys[ready], values[ready])
+        assert self.store is not None
+        assert self.pipeline.update is not None
+        self.pipeline.update(keys, values, self.store, rows)
+        for row in rows:
+            self.zones[row] += tokens
+
+    def _read(self, row: int, start: int, tokens: int) -> tuple[Tensor, Tensor]:
+        if self.prompt is not None:
+            return self.prompt.read(row, start, start + tokens)
+        assert self.device is not None
+        return _split(self.device.read(row, start, start + tokens))
+
+    def _encode(self, encoder: Encoder, rows: list[int], starts: list[int], keys: Tensor, values: Tensor) -> None:
+        state = {name: tensor[rows] for name, tensor in self.states.get(encoder.name, {}).items()}
+        block = encoder.encode(keys, values, state)
+        self.codes[encoder.name].append(rows, starts, block, keys.shape[2])
+
+    def _fit_and_encode(self) -> None:
+        """Fit the formats that learn from the prompt, once per row, and encode what waited for it."""
+        for encoder in self.pipeline.encoders:
+            fitted = self._fitted[encoder.name]
+            rows = [row for row, zone in enumerate(self.zones) if zone and row not in fitted]
+            if encoder.fit is None or not rows:
+                continue
+            assert self.store is not None
+            view = PromptView(self.info, self.window, self.store, self._queries, encoder.needs, self.request.unrotate)
+            self._keep_state(encoder.name, encoder.fit(self.info, view), rows)
+            fitted.update(rows)
+            for row in rows:
+                self._encode_from_store(encoder, row, view)
+
+    def _keep_state(self, name: str, new: Tensors, rows: list[int]) -> None:
+        """A row's fitted state is frozen: only the given rows are taken over."""
+        state = self.states.setdefault(name, {key: torch.zeros_like(tensor) for key, tensor in new.items()})
+        for key, tensor in new.items():
+            state[key][rows] = tensor[rows]
+
+    def _encode_from_store(self, encoder: Encoder, row: int, view: PromptView) -> None:
+        start = 0
+        for keys, values in view.blocks(row):
+            self._encode(encoder, [row], [start], keys.unsqueeze(0), values.unsqueeze(0))
+            start += keys.shape[1]
+
+    # Room, and what the stages read of it
+
+    def _reserve(self, zone: int) -> None:
+        """Make sure that codes and store have room for a zone of `zone` tokens."""
+        if self.store is None:
+            assert self.pipeline.allocate_store is not None
+            capacity = max(zone, self.window.zone(self.request.prompt_tokens + self.request.new_tokens))
+            self.store = self.pipeline.allocate_store(self.info, capacity)
+            for encoder in self.pipeline.encoders:
+                codes = encoder.allocate_codes(self.info, capacity)
+                codes.length = self.zone_length
+                self.codes[encoder.name] = codes
+        elif zone > self.store.capacity:
+            capacity = zone + max(self.window.update, zone // 8 // self.window.update * self.window.update)
+            self.store.grow(capacity)
+            for codes in self.codes.values():
+                codes.grow(capacity)
+
+    def _publish_zones(self) -> None:
+        """Tell the device what the zone now is: lengths, budget, which ring slots are valid."""
+        self.zone_length.copy_(torch.tensor(self.zones, dtype=torch.int32))
+        if self.store is not None:
+            rule, top_k = self.pipeline.candidates, self.pipeline.top_k
+            counts = torch.tensor([rule.count(zone, top_k) for zone in self.zones], dtype=torch.int32)
+            self.budget.count.copy_(counts)
+            self.budget = Budget(rule.width(self.store.capacity, top_k), self.budget.count)
+        assert self.device is not None
+        for row, (tokens, zone) in enumerate(zip(self.lengths, self.zones, strict=True)):
+            self.device.publish(row, tokens, zone)
+
+    def _keep_a_free_slot(self) -> None:
+        """Grow a ring that is full: only where nothing leaves it, or where the request outlives its plan."""
+        if self.device is None:
+            return
+        fill = max(self.window.ring(n, zone) for n, zone in zip(self.lengths, self.zones, strict=True))
+        if fill >= self.device.ring:
+            ring = fill + max(HEADROOM, fill // 8)
+            try:
+                self.device = self.device.grown(self.info, ring, self.lengths, self.zones)
+            except (RuntimeError, MemoryError) as error:
+                raise CapacityError(
+                    f"layer {self.info.index}: no memory to grow the ring from {self.device.ring} to {ring} slots "
+                    f"after {max(self.lengths)} tokens; lower max_new_tokens or dense_below, or use fewer dense layers"
+                ) from error
+
+    def codes_of(self, name: str | None) -> Codes:
+        """The codes of a producer; of none, codes that hold nothing but the lengths."""
+        return self._no_codes if name is None else self.codes[name]
+
+    def state_of(self, name: str) -> Tensors:
+        """What a format learnt from the prompt; empty where it learns nothing."""
+        return self.states.get(name, {})
+
+    @property
+    def code_bytes(self) -> int:
+        return sum(codes.nbytes for codes in self.codes.values())
+
+
+def _split(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [H, n, 2, D] as keys and values [H, n, D]."""
+    return rows[:, :, 0], rows[:, :, 1]

@@ -1,0 +1,159 @@
+"""A layer's keys and values while a prompt (or a later turn) is read, and what `fit` sees of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from pariskv.errors import BindingError, ModelError
+from pariskv.types import RECENT_QUERIES, LayerInfo, Prefill, Store
+from pariskv.window import Window
+
+Unrotate = Callable[[int, Tensor, int], Tensor]
+"""(layer index, keys [H, n, D], position of the first) -> the keys before the rotary embedding."""
+
+
+class Prompt:
+    """Everything so far of one layer, in the model's columns: each row right-aligned, padding on the left.
+
+    The buffer lives from the first chunk to the end of the prefill; `pads[b]` columns of row b are padding.
+    """
+
+    def __init__(self, info: LayerInfo, columns: int):
+        shape = (info.batch, info.kv_heads, columns, info.head_dim)
+        self.keys = torch.empty(shape, dtype=info.dtype, device=info.device)
+        self.values = torch.empty_like(self.keys)
+        self.columns = 0
+        self.pads = [0] * info.batch
+
+    @property
+    def lengths(self) -> list[int]:
+        """Real tokens of each row."""
+        return [self.columns - pad for pad in self.pads]
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a chunk [B, H, Q, D]; returns views of everything so far [B, H, n, D]."""
+        stop = self.columns + keys.shape[2]
+        if stop > self.keys.shape[2]:
+            self._grow(max(stop, self.keys.shape[2] * 3 // 2))
+        self.keys[:, :, self.columns : stop] = keys
+        self.values[:, :, self.columns : stop] = values
+        self.columns = stop
+        return self.keys[:, :, :stop], self.values[:, :, :stop]
+
+    def _grow(self, columns: int) -> None:
+        for name in ("keys", "values"):
+            old: Tensor = getattr(self, name)
+            new = old.new_empty((*old.shape[:2], columns, old.shape[3]))
+            new[:, :, : self.columns] = old[:, :, : self.columns]
+            setattr(self, name, new)
+
+    def note_mask(self, mask: Tensor | None) -> None:
+        """Learn the padding from the attention mask [B, 1, Q, n] of the newest chunk (bool, True: attend).
+
+        Raises ModelError where a row is padded anywhere but on the left.
+        """
+        if mask is None:
+            return
+        last = mask[:, 0, -1, : self.columns] if mask.dtype == torch.bool else mask[:, 0, -1, : self.columns] >= 0
+        last = last.expand(len(self.pads), -1)
+        pads = (~last).sum(dim=-1)
+        expected = torch.arange(self.columns, device=last.device) >= pads.unsqueeze(-1)
+        if not torch.equal(last, expected):
+            raise ModelError(
+                "attention_mask: wanted padding on the left of each row only, got it elsewhere; "
+                "set tokenizer.padding_side = 'left', or pass the rows apart"
+            )
+        self.pads = [int(pad) for pad in pads.tolist()]
+
+    def read(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [H, n, D] of one row at the positions start .. stop - 1."""
+        columns = slice(self.pads[row] + start, self.pads[row] + stop)
+        return self.keys[row, :, columns], self.values[row, :, columns]
+
+
+class QueryStatistics:
+    """What formats want to know of the prompt's queries: their second moment, and the last of them.
+
+    Moments are summed in float64 over blocks that start at the row's own zone origin, so that they
+    do not depend on the prefill's chunks.
+    """
+
+    def __init__(self, info: LayerInfo, window: Window):
+        self.window = window
+        self.info = info
+        size = info.head_dim
+        moment = (info.batch, info.kv_heads, size, size)
+        self.moment = torch.zeros(moment, dtype=torch.float64, device=info.device)
+        recent = (info.batch, info.kv_heads, info.group, RECENT_QUERIES, size)
+        self.recent = torch.zeros(recent, dtype=info.dtype, device=info.device)
+        self._waiting = [self.recent[row, :, :, :0] for row in range(info.batch)]
+        self._seen = [0] * info.batch
+
+    def add(self, query: Tensor, lengths: list[int]) -> None:
+        """Take a chunk's queries [B, H * G, Q, D]; `lengths` are the rows' real tokens with it."""
+        heads = query.view(query.shape[0], self.info.kv_heads, self.info.group, *query.shape[2:])
+        for row, length in enumerate(lengths):
+            real = min(length - self._seen[row] - self._waiting[row].shape[2], query.shape[2])
+            new = heads[row, :, :, query.shape[2] - real :]
+            self._take_moment(row, new)
+            self.recent[row] = torch.cat((self.recent[row], new), dim=2)[:, :, -RECENT_QUERIES:]
+
+    def _take_moment(self, row: int, new: Tensor) -> None:
+        waiting = torch.cat((self._waiting[row], new), dim=2)
+        while waiting.shape[2] >= (size := self._block(row)):
+            self._sum(row, waiting[:, :, :size])
+            self._seen[row] += size
+            waiting = waiting[:, :, size:]
+        self._waiting[row] = waiting
+
+    def _block(self, row: int) -> int:
+        return self.window.sink if self._seen[row] < self.window.sink else self.window.update
+
+    def _sum(self, row: int, block: Tensor) -> None:
+        flat = block.flatten(1, 2).double()  # [H, G * n, D]
+        self.moment[row] += flat.transpose(1, 2) @ flat
+
+    def query_moment(self) -> Tensor:
+        """[B, H, D, D] with the rest that does not fill a block."""
+        total = self.moment.clone()
+        for row, rest in enumerate(self._waiting):
+            flat = rest.flatten(1, 2).double()
+            total[row] += flat.transpose(1, 2) @ flat
+        return total
+
+
+class PromptView(Prefill):
+    """One layer's prompt as `fit` sees it, read from the store."""
+
+    def __init__(
+        self,
+        info: LayerInfo,
+        window: Window,
+        store: Store,
+        queries: QueryStatistics | None,
+        needs: frozenset[str],
+        unrotate: Unrotate | None,
+    ):
+        self.lengths = list(store.length)
+        self.query_moment = queries.query_moment() if queries and "query_moment" in needs else None
+        self.recent_queries = queries.recent if queries and "recent_queries" in needs else None
+        self._info, self._window, self._store = info, window, store
+        self._unrotate = unrotate if "pre_rope" in needs else None
+
+    def blocks(self, row: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, self.lengths[row], self._window.update):
+            yield self._store.read(row, start, min(start + self._window.update, self.lengths[row]))
+
+    def pre_rope_blocks(self, row: int) -> Iterator[Tensor]:
+        if self._unrotate is None:
+            raise BindingError(
+                f"layer {self._info.index}: keys before RoPE were asked for, but not declared; "
+                f"add 'pre_rope' to the retriever's needs"
+            )
+        start = self._window.sink
+        for keys, _ in self.blocks(row):
+            yield self._unrotate(self._info.index, keys, start)
+            start += keys.shape[1]

@@ -1,0 +1,62 @@
+"""Where each token of a row lives: sink, zone, ring. Integers only.
+
+    position  0 .. sink-1            sink    the first real tokens, always attended
+              sink .. sink+zone-1    zone    in the store, indexed, retrieved
+              sink+zone .. n-1       ring    the newest (local + update buffer), always attended
+
+The length of the zone is a function of the number of tokens alone, so prefill, decoding and a
+later turn agree by construction: `Window.zone`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+UNBOUNDED = 1 << 62
+
+
+@dataclass(frozen=True)
+class Window:
+    """The region arithmetic of one layer.
+
+    sink           first tokens kept on the device
+    local          newest tokens that never leave the device
+    update         U, tokens that leave together; a multiple of the block of every format
+    dense_below    a row with fewer tokens has no zone and attends to everything
+    """
+
+    sink: int
+    local: int
+    update: int
+    dense_below: int = 0
+
+    def without_zone(self) -> Window:
+        """The same window for a layer that keeps everything on the device."""
+        return replace(self, dense_below=UNBOUNDED)
+
+    def zone(self, tokens: int) -> int:
+        """How many of a row's `tokens` tokens are in the zone, a multiple of U."""
+        if tokens < self.dense_below:
+            return 0
+        return max(0, tokens - self.sink - self.local) // self.update * self.update
+
+    def ring(self, tokens: int, zone: int) -> int:
+        """How many of a row's `tokens` tokens are in the ring."""
+        return max(0, tokens - self.sink - zone)
+
+    def ring_capacity(self, tokens: int, final_tokens: int) -> int:
+        """Ring slots that a row needs on its way from `tokens` to `final_tokens`, at least 1.
+
+        A step appends before the zone takes over, so a ring holds local + U tokens for a moment,
+        and a row that is still below `dense_below` holds everything until it gets there.
+        """
+        most = self.local + self.update
+        if tokens < self.dense_below:
+            most = max(most, self.dense_below - self.sink)
+        return max(1, min(most, final_tokens - self.sink))
+
+    def slot(self, position: int, capacity: int) -> int:
+        """Working-set slot of the token at `position`, for a ring of `capacity` slots."""
+        if position < self.sink:
+            return position
+        return self.sink + (position - self.sink) % capacity

@@ -1,0 +1,88 @@
+"""The device rows of one layer: sink, ring and the slots of the selected rows, in one buffer.
+
+    rows    [B, H, sink + ring + K, 2, D]    key and value of a token side by side
+    steady  bool [B, sink + ring]            which sink and ring slots hold a token
+    length  int64 [B]                        tokens of each row, on the device
+
+`append` is the only thing that a decode step does here; it has fixed shapes, reads the lengths
+from the device and never asks the host. Everything else happens between steps.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pariskv.types import LayerInfo, WorkingSet
+from pariskv.window import Window
+
+
+class DeviceRows:
+    """Sink, ring and slots of one layer, and the arithmetic that finds a token among them."""
+
+    def __init__(self, info: LayerInfo, window: Window, ring: int, slots: int):
+        self.window = window
+        self.ring = ring
+        steady = window.sink + ring
+        shape = (info.batch, info.kv_heads, steady + slots, 2, info.head_dim)
+        self.rows = torch.zeros(shape, dtype=info.dtype, device=info.device)
+        self.steady = torch.zeros(info.batch, steady, dtype=torch.bool, device=info.device)
+        self.length = torch.zeros(info.batch, dtype=torch.int64, device=info.device)
+        self.working = WorkingSet(self.rows, self.steady)
+        self._batch = torch.arange(info.batch, device=info.device)
+        self._by_slot = self.rows.permute(0, 2, 1, 3, 4)  # [B, M, H, 2, D]
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + self.steady.nbytes
+
+    def append(self, keys: Tensor, values: Tensor, active: Tensor | None) -> None:
+        """Put one token [B, H, 1, D] at the end of every active row.
+
+        A row that is not active (bool [B]) keeps its length, and what is written for it stays
+        invalid: the slot after a row's last token is free between steps.
+        """
+        sink = self.window.sink
+        slots = torch.where(self.length < sink, self.length, (self.length - sink).remainder(self.ring) + sink)
+        where = (self._batch, slots)
+        self._by_slot[where] = torch.stack((keys[:, :, 0], values[:, :, 0]), dim=2)
+        if active is None:
+            self.steady[where] = True
+            self.length += 1
+        else:
+            self.steady[where] = active
+            self.length += active
+
+    def place(self, row: int, start: int, tokens: Tensor) -> None:
+        """Write the tokens [H, n, 2, D] of one row at the positions from `start` on."""
+        self.rows[row].index_copy_(1, self._slots(start, start + tokens.shape[1]), tokens.to(self.rows.dtype))
+
+    def read(self, row: int, start: int, stop: int) -> Tensor:
+        """The tokens [H, n, 2, D] of one row at the positions start .. stop - 1, all in sink or ring."""
+        return self.rows[row].index_select(1, self._slots(start, stop))
+
+    def publish(self, row: int, tokens: int, zone: int) -> None:
+        """Say which slots are valid, once a row has `tokens` tokens of which `zone` are in the zone."""
+        sink = self.window.sink
+        self.length[row] = tokens
+        self.steady[row] = False
+        self.steady[row, : min(sink, tokens)] = True
+        if tokens > sink + zone:
+            self.steady[row, self._slots(sink + zone, tokens)] = True
+
+    def grown(self, info: LayerInfo, ring: int, lengths: list[int], zones: list[int]) -> DeviceRows:
+        """A copy with a larger ring."""
+        slots = self.rows.shape[2] - self.steady.shape[1]
+        new = DeviceRows(info, self.window, ring, slots)
+        for row, (tokens, zone) in enumerate(zip(lengths, zones, strict=True)):
+            first = min(self.window.sink, tokens)
+            new.place(row, 0, self.read(row, 0, first))
+            new.place(row, first + zone, self.read(row, first + zone, tokens))
+            new.publish(row, tokens, zone)
+        return new
+
+    def _slots(self, start: int, stop: int) -> Tensor:
+        """Slots of the positions start .. stop - 1."""
+        sink = self.window.sink
+        positions = torch.arange(start, stop, device=self.rows.device)
+        return torch.where(positions < sink, positions, (positions - sink) % self.ring + sink)
