@@ -1,0 +1,131 @@
+"""A transformers model as `pariskv.decode` wants it, its dense baseline, and text in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from pariskv.config import Config
+from pariskv.decode import Batch, DecodeCache
+from pariskv.errors import ConfigError
+from pariskv.integrations.models import LoadedModel, load_model
+from pariskv.integrations.transformers import ATTENTION, DenseCache, ParisCache, use_attention
+
+
+class LanguageModel:
+    """A loaded model with its tokenizer: implements `pariskv.decode.Model`.
+
+    Raises ModelError where the model cannot be found, loaded or served.
+    """
+
+    def __init__(self, loaded: LoadedModel):
+        self.loaded = loaded
+        self.model: Any = loaded.model
+        self.tokenizer: Any = loaded.tokenizer
+        self.context_length = loaded.context_length
+        self.eos_ids = _eos_ids(self.model, self.tokenizer)
+        pad = self.tokenizer.pad_token_id
+        self.pad_id = int(pad if pad is not None else next(iter(self.eos_ids), 0))
+
+    @classmethod
+    def load(cls, config: Config) -> LanguageModel:
+        m = config.model
+        return cls(load_model(m.name, m.dtype, m.device, m.trust_remote_code))
+
+    @property
+    def device(self) -> torch.device:
+        return cast(torch.device, self.model.device)
+
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: DecodeCache) -> Tensor:
+        """Logits [B, V] of the last of the tokens [B, Q]."""
+        out = self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=None if mask is None else mask.long(),
+            cache=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return cast(Tensor, out.logits[:, -1])
+
+    def new_cache(self, config: Config) -> ParisCache:
+        return ParisCache(self.model, config)
+
+    @contextmanager
+    def dense(self) -> Iterator[DenseCache]:
+        """transformers' own cache under transformers' own SDPA attention: the baseline."""
+        use_attention(self.model, "sdpa")
+        try:
+            yield DenseCache(config=self.model.config)
+        finally:
+            use_attention(self.model, ATTENTION)
+
+    def encode(self, prompts: Sequence[str], chat: str = "off") -> Batch:
+        """Prompts as left-padded token ids; `chat` auto or on puts them through the chat template.
+
+        Raises ConfigError for an empty prompt, or chat: on without a template.
+        """
+        rows = [self._ids(prompt, chat) for prompt in prompts]
+        if not all(rows):
+            raise ConfigError("the prompt is empty: it holds no token; give --prompt or --prompt-file some text")
+        longest = max(map(len, rows))
+        tokens = torch.full((len(rows), longest), self.pad_id)
+        mask = torch.zeros(len(rows), longest, dtype=torch.bool)
+        for index, ids in enumerate(rows):
+            tokens[index, longest - len(ids) :] = torch.tensor(ids)
+            mask[index, longest - len(ids) :] = True
+        padded = any(len(ids) != longest for ids in rows)
+        return Batch(tokens.to(self.device), mask.to(self.device) if padded else None)
+
+    def _ids(self, prompt: str, chat: str) -> list[int]:
+        if not prompt:
+            return []
+        has_template = getattr(self.tokenizer, "chat_template", None) is not None
+        if chat == "on" and not has_template:
+            raise ConfigError(f"generation.chat=on: {self.loaded.name} has no chat template; use auto or off")
+        if chat == "off" or not has_template:
+            return list(self.tokenizer(prompt).input_ids)
+        messages = [{"role": "user", "content": prompt}]
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def count_tokens(self, text: str) -> int:
+        return len(self.tokenizer(text).input_ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+class TextStream:
+    """Tokens to text, piece by piece: a piece comes out once its characters are complete."""
+
+    def __init__(self, model: LanguageModel):
+        self.model = model
+        self.tokens: list[int] = []
+        self._context = 0  # decoding starts here, so that a piece keeps its leading space
+        self._shown = 0
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, often empty in scripts of several bytes a character."""
+        self.tokens.append(token)
+        before = self.model.decode(self.tokens[self._context : self._shown])
+        now = self.model.decode(self.tokens[self._context :])
+        if now.endswith("\ufffd") or len(now) <= len(before):
+            return ""
+        self._context, self._shown = self._shown, len(self.tokens)
+        return now[len(before) :]
+
+    @property
+    def text(self) -> str:
+        return self.model.decode(self.tokens)
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    found = getattr(model.generation_config, "eos_token_id", None)
+    found = tokenizer.eos_token_id if found is None else found
+    ids = found if isinstance(found, list | tuple) else [] if found is None else [found]
+    return tuple(int(token) for token in ids)
