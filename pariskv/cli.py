@@ -1,0 +1,244 @@
+"""The command line: `pariskv run | plugins | config | model`.
+
+What a user can mend is one line on standard error and exit code 2; Ctrl-C is exit code 130.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pariskv.config import Config, layer_range, load_config, to_yaml
+from pariskv.errors import ConfigError, ParisKVError
+
+if TYPE_CHECKING:
+    from pariskv.needle import Needle
+    from pariskv.session import Run, Session
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+FAILED = 1
+
+app = typer.Typer(
+    help="Long-context decoding that retrieves the few keys and values that matter.",
+    add_completion=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="Look at a configuration.")
+model_app = typer.Typer(help="Put models on this machine.")
+app.add_typer(config_app, name="config")
+app.add_typer(model_app, name="model")
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[key=value ...]", help="values that replace the file's")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object instead of text")]
+
+
+@app.command()
+def run(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    prompt: Annotated[str | None, typer.Option(help="what to answer; without one, the needle test")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="the same, from a text file")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="tokens to generate at most")] = None,
+    compare: Annotated[str | None, typer.Option(help="dense: answer with dense attention too")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answer a prompt and show what retrieval saved."""
+    from pariskv.session import Session, run_to_dict
+
+    if compare not in (None, "dense"):
+        raise ConfigError(f"--compare: got {compare!r}, wanted dense")
+    settings = load_config(config, _with_tokens(overrides or [], max_new_tokens))
+    text = _prompt(prompt, prompt_file)
+    session = Session.load(settings)
+    needle = session.needle() if text is None else None
+    question = needle.prompt if needle else text or ""
+    if needle and not as_json:
+        _say(f"needle test: {session.model.count_tokens(question):,} tokens; the answer is {needle.answer}")
+    ours = _answer(session, question, needle, as_json, dense=False)
+    dense = None
+    if compare and not ours.interrupted:
+        dense = _answer(session, question, needle, as_json, dense=True)
+    if as_json:
+        assert ours.report is not None
+        found = run_to_dict(ours, settings)
+        if dense is not None and dense.report is not None:
+            found["compare"] = {**dense.report.to_dict(), "texts_agree": dense.text == ours.text}
+        print(json.dumps(found, ensure_ascii=False))
+    else:
+        _show(ours, dense)
+    if ours.interrupted or (dense is not None and dense.interrupted):
+        raise typer.Exit(INTERRUPTED)
+
+
+def _with_tokens(overrides: Sequence[str], max_new_tokens: int | None) -> list[str]:
+    more = [] if max_new_tokens is None else [f"generation.max_new_tokens={max_new_tokens}"]
+    return [*overrides, *more]
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
+    """The user's prompt, None where there is none."""
+    if prompt is not None and prompt_file is not None:
+        raise ConfigError("--prompt and --prompt-file: got both, wanted one")
+    if prompt_file is not None:
+        try:
+            prompt = prompt_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--prompt-file {prompt_file}: cannot be read as UTF-8 text: {error}") from error
+    if prompt is not None and not prompt.strip():
+        raise ConfigError("the prompt is empty; give --prompt or --prompt-file some text")
+    return prompt
+
+
+def _answer(session: Session, prompt: str, needle: Needle | None, quiet: bool, dense: bool) -> Run:
+    """Run once, with a progress bar for the prefill and the answer as it comes."""
+    answer = session.run_dense if dense else session.run
+    label = "dense" if dense else "pariskv"
+    started = False
+
+    def on_text(piece: str) -> None:
+        nonlocal started
+        if not quiet:
+            print(piece if started else f"{label}: {piece.lstrip()}", end="", flush=True)
+            started = started or bool(piece)
+
+    with _progress(f"prefill ({label})") as bar:
+        run = answer(prompt, needle, on_text, bar)
+    if started:
+        print(flush=True)
+    return run
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[Any]:
+    """A bar on standard error, gone once it is full."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=None)
+
+        def update(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+            if done >= total:
+                bar.stop()
+
+        yield update
+
+
+def _show(ours: Run, dense: Run | None) -> None:
+    from pariskv.report import as_table
+
+    assert ours.report is not None
+    columns = [("pariskv", ours.report)]
+    if dense is not None and dense.report is not None:
+        columns.append(("dense", dense.report))
+    _console().print(as_table(columns))
+    if dense is not None and not dense.interrupted:
+        _say(f"the texts {'agree' if dense.text == ours.text else 'differ'}")
+    if ours.interrupted:
+        _say("interrupted: the table is about what was generated so far")
+
+
+@app.command()
+def plugins(as_json: AsJson = False) -> None:
+    """List the retrievers that are installed, and what is wrong with the broken ones."""
+    from pariskv.registry import Registry
+
+    rows = Registry.load().listing()
+    keys = ("name", "distribution", "version", "stages", "format", "error")
+    if as_json:
+        print(json.dumps([{key: asdict(row)[key] for key in keys} for row in rows]))
+        return
+    table = Table(*keys)
+    for row in rows:
+        stages = ", ".join(row.stages)
+        table.add_row(row.name, row.distribution, row.version, stages, row.format or "", row.error or "")
+    _console().print(table)
+
+
+@config_app.command()
+def show(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Print the resolved configuration as YAML."""
+    print(to_yaml(load_config(config, overrides or [])), end="")
+
+
+@config_app.command()
+def validate(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Check a configuration: keys, values, names of retrievers, and that the stages fit together."""
+    from pariskv.binding import bind
+    from pariskv.registry import Registry
+
+    settings = load_config(config, overrides or [])
+    bind(settings, _layers_named(settings), Registry.load())
+    _say(f"{config}: fine")
+
+
+def _layers_named(config: Config) -> int:
+    """Layers that the configuration speaks of; how many the model has is only known once it is loaded."""
+    return 1 + max((layer_range(key)[-1] for key in config.layers if key != "default"), default=0)
+
+
+@model_app.command()
+def fetch(name: Annotated[str, typer.Argument(help="smollm2-135m")]) -> None:
+    """Download a model and make it ready, where the hub cannot be reached too."""
+    from pariskv.integrations.fetch import fetch_model
+
+    fetch_model(name, Console())
+
+
+def _console() -> Console:
+    """Standard output, as wide as a table needs where it is not a terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script: runs a command and turns what goes wrong into one line and an exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    sys.exit(_exit_code(arguments, debug))
+
+
+def _exit_code(arguments: list[str], debug: bool) -> int:
+    try:
+        code = app(arguments or ["--help"], standalone_mode=False, prog_name="pariskv")
+        return code if isinstance(code, int) else 0
+    except ParisKVError as error:
+        return _failed(str(error), BAD_INPUT, debug)
+    except (KeyboardInterrupt, typer.Abort):
+        return _failed("interrupted", INTERRUPTED, debug)
+    except Exception as error:
+        # typer brings click along or depends on it, by version: its usage errors are known by what they can do.
+        if hasattr(error, "format_message"):
+            return _failed(error.format_message(), BAD_INPUT, debug)
+        notes = "; ".join(getattr(error, "__notes__", []))
+        return _failed(f"{type(error).__name__}: {error}{f' ({notes})' if notes else ''}", FAILED, debug)
+
+
+def _failed(message: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"error: {' '.join(message.split())}{'' if debug else _hint(code)}", file=sys.stderr)
+    return code
+
+
+def _hint(code: int) -> str:
+    return " (--debug shows where)" if code == FAILED else ""

@@ -1,0 +1,200 @@
+"""A model with a configuration, ready to answer: what `pariskv run` and Python programs use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pariskv.config import Config, load_config, to_dict
+from pariskv.decode import Batch, DecodeCache, Progress, decode, generate, prefill
+from pariskv.errors import CapacityError
+from pariskv.memory import refuse_if_too_large
+from pariskv.needle import Needle, needle_prompt
+from pariskv.report import Report
+
+if TYPE_CHECKING:
+    from pariskv.integrations.language_model import LanguageModel
+    from pariskv.integrations.transformers import ParisCache
+
+WHOLE_PROMPT = 16_384
+"""`prefill.chunk: auto` reads prompts up to this length in one chunk, longer ones in halves of it."""
+
+
+@dataclass
+class Run:
+    """What happened while one prompt was answered; filled as it goes, so an interruption keeps what there is."""
+
+    prompt_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    prefill_seconds: float | None = None
+    decode_seconds: float = 0.0
+    steps: int = 0
+    interrupted: bool = False
+    report: Report | None = None
+
+
+class Session:
+    """A loaded model and the configuration that its caches are made with.
+
+    >>> session = Session.load("configs/smollm2.yaml")
+    >>> for piece in session.stream("Why is the sky blue?"):
+    ...     print(piece, end="", flush=True)
+    """
+
+    def __init__(self, model: LanguageModel, config: Config):
+        self.model = model
+        self.config = config
+
+    @classmethod
+    def load(cls, config: Config | str | Path | None = None, overrides: Sequence[str] = ()) -> Session:
+        """Load the model that a configuration names (an object, a YAML file's path, None for the defaults)."""
+        from pariskv.integrations.language_model import LanguageModel
+
+        if not isinstance(config, Config):
+            config = load_config(None if config is None else Path(config), overrides)
+        return cls(LanguageModel.load(config), config)
+
+    def stream(self, prompt: str) -> Iterator[str]:
+        """The answer to a prompt, piece by piece."""
+        from pariskv.integrations.language_model import TextStream
+
+        text = TextStream(self.model)
+        batch = self._batch([prompt])
+        for (token,) in generate(self.model, self._cache(batch), batch, self.config.generation, self._chunk(batch)):
+            if token is not None:
+                yield text.push(token)
+
+    def generate(self, prompts: Sequence[str]) -> list[str]:
+        """The answers to a batch of prompts."""
+        batch = self._batch(prompts)
+        answers: list[list[int]] = [[] for _ in prompts]
+        for tokens in generate(self.model, self._cache(batch), batch, self.config.generation, self._chunk(batch)):
+            for answer, token in zip(answers, tokens, strict=True):
+                if token is not None:
+                    answer.append(token)
+        return [self.model.decode(answer) for answer in answers]
+
+    def needle(self) -> Needle:
+        """The quickstart's prompt: `quickstart.prompt_tokens` tokens with a needle in the middle."""
+        return needle_prompt(self.config.quickstart.prompt_tokens, self.model.count_tokens)
+
+    def run(
+        self,
+        prompt: str,
+        needle: Needle | None = None,
+        on_text: Callable[[str], None] = lambda text: None,
+        progress: Progress | None = None,
+    ) -> Run:
+        """Answer one prompt and measure it; Ctrl-C ends it early with what there is."""
+        batch = self._batch([prompt], chat="off" if needle else self.config.generation.chat)
+        cache = self._cache(batch)
+        run = self._measure(cache, batch, on_text, progress)
+        state = cache.request
+        run.report = replace(
+            self._report(run, needle),
+            attended_tokens_per_step=state.attended_tokens_per_step if run.steps else None,
+            kv_device_bytes=state.kv_device_bytes + cache.stock_bytes,
+            kv_dense_bytes=state.kv_dense_bytes + cache.stock_bytes,
+            kv_host_bytes=state.kv_host_bytes,
+            code_bytes=state.code_bytes,
+        )
+        return run
+
+    def run_dense(
+        self,
+        prompt: str,
+        needle: Needle | None = None,
+        on_text: Callable[[str], None] = lambda text: None,
+        progress: Progress | None = None,
+    ) -> Run:
+        """The same through transformers' own dense cache and SDPA attention."""
+        batch = self._batch([prompt], chat="off" if needle else self.config.generation.chat)
+        with self.model.dense() as cache:
+            run = self._measure(cache, batch, on_text, progress)
+            held = cache.nbytes
+        attended = run.prompt_tokens + (run.steps + 1) / 2 if run.steps else None
+        run.report = replace(
+            self._report(run, needle),
+            attended_tokens_per_step=attended,
+            kv_device_bytes=held,
+            kv_dense_bytes=held,
+        )
+        return run
+
+    def _measure(
+        self, cache: DecodeCache, batch: Batch, on_text: Callable[[str], None], progress: Progress | None
+    ) -> Run:
+        from pariskv.integrations.language_model import TextStream
+
+        run, text = Run(prompt_tokens=batch.tokens.shape[1]), TextStream(self.model)
+        settings = self.config.generation
+        try:
+            start = time.perf_counter()
+            logits = prefill(self.model, cache, batch, settings.max_new_tokens, self._chunk(batch), progress)
+            run.prefill_seconds = time.perf_counter() - start
+            start = time.perf_counter()
+            for (token,) in decode(self.model, cache, batch, logits, settings):
+                run.decode_seconds = time.perf_counter() - start
+                run.steps = len(run.tokens)
+                assert token is not None
+                run.tokens.append(token)
+                on_text(text.push(token))
+        except KeyboardInterrupt:
+            run.interrupted = True
+        run.text = text.text
+        return run
+
+    def _report(self, run: Run, needle: Needle | None) -> Report:
+        return Report(
+            text=run.text,
+            prompt_tokens=run.prompt_tokens,
+            new_tokens=len(run.tokens),
+            attended_tokens_per_step=None,
+            kv_device_bytes=0,
+            kv_dense_bytes=0,
+            kv_host_bytes=0,
+            code_bytes=0,
+            prefill_tokens_per_s=run.prompt_tokens / run.prefill_seconds if run.prefill_seconds else None,
+            decode_tokens_per_s=run.steps / run.decode_seconds if run.steps else None,
+            answer_found=needle.is_found(run.text) if needle else None,
+        )
+
+    def _batch(self, prompts: Sequence[str], chat: str | None = None) -> Batch:
+        batch = self.model.encode(prompts, chat or self.config.generation.chat)
+        self._refuse_beyond_context(batch.tokens.shape[1])
+        return batch
+
+    def _refuse_beyond_context(self, prompt_tokens: int) -> None:
+        context, new = self.model.context_length, self.config.generation.max_new_tokens
+        if context is None or self.config.model.allow_beyond_context or prompt_tokens + new <= context:
+            return
+        room = context - prompt_tokens
+        remedy = f"lower generation.max_new_tokens to {room}" if room > 0 else "shorten the prompt"
+        raise CapacityError(
+            f"the prompt has {prompt_tokens} tokens and max_new_tokens is {new}, but the model's context is {context}; "
+            f"{remedy}, or set model.allow_beyond_context=true"
+        )
+
+    def _cache(self, batch: Batch) -> ParisCache:
+        cache = self.model.new_cache(self.config)
+        if self.config.runtime.check_memory:
+            rows, prompt_tokens = batch.tokens.shape
+            need = cache.estimate(rows, prompt_tokens, self.config.generation.max_new_tokens)
+            refuse_if_too_large(need, self.model.device)
+        return cache
+
+    def _chunk(self, batch: Batch) -> int | None:
+        chunk = self.config.prefill.chunk
+        if chunk != "auto":
+            return chunk
+        return None if batch.tokens.shape[1] <= WHOLE_PROMPT else WHOLE_PROMPT // 2
+
+
+def run_to_dict(run: Run, config: Config) -> dict[str, object]:
+    """What `pariskv run --json` prints of a run."""
+    assert run.report is not None
+    return {**run.report.to_dict(), "config": to_dict(config)}
