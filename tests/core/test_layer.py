@@ -1,0 +1,244 @@
+"""One layer's state driven with random keys against a plain list of tokens."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pariskv import CodeField, Codes, LayerInfo, Prefill, Register, Retriever, hookimpl
+from pariskv.binding import LayerPipeline, bind
+from pariskv.config import parse_config
+from pariskv.decode import attend_layer
+from pariskv.errors import ModelError
+from pariskv.layer import LayerState, Request
+from pariskv.registry import Registry, Source
+from pariskv.types import TOKENS, Tensors
+from pariskv.window import Window
+
+H, G, D = 2, 3, 16
+REGISTRY = Registry.load(entry_points=False)
+
+
+class Learner(Retriever):
+    """Codes that are the keys less the prompt's mean: to see what `fit` got, and that its state is frozen."""
+
+    format = "centred"
+    needs = frozenset({"query_moment", "recent_queries"})
+
+    def __init__(self) -> None:
+        self.views: list[tuple[list[int], Tensor, Tensor]] = []
+
+    @hookimpl
+    def allocate_codes(self, layer: LayerInfo, capacity: int) -> Codes:
+        sums = CodeField((D,), torch.float64, reduce="sum")
+        return Codes.empty(layer, capacity, keys=CodeField((TOKENS, D), torch.float64), total=sums)
+
+    @hookimpl
+    def fit(self, layer: LayerInfo, prefill: Prefill) -> Tensors:
+        assert prefill.query_moment is not None
+        assert prefill.recent_queries is not None
+        self.views.append((prefill.lengths, prefill.query_moment, prefill.recent_queries))
+        mean = torch.zeros(layer.batch, H, 1, D, dtype=torch.float64)
+        for row, n in enumerate(prefill.lengths):
+            for keys, _ in prefill.blocks(row):
+                mean[row, :, 0] += keys.sum(1) / n
+        return {"mean": mean}
+
+    @hookimpl
+    def encode(self, keys: Tensor, values: Tensor, state: Tensors) -> Tensors:
+        return {"keys": keys - state["mean"], "total": keys.sum(2)}
+
+
+def offer(registry: Registry, made: Learner) -> None:
+    """Register a ready object under the name learner."""
+
+    @hookimpl
+    def register_retrievers(register: Register) -> None:
+        register("learner", lambda: made)
+
+    registry._add(Source("learner", "tests", "0"), lambda: SimpleNamespace(register_retrievers=register_retrievers))
+
+
+def pipeline(retriever: str = "exact", **layer: object) -> LayerPipeline:
+    values = {"retriever": retriever, "top_k": 400, "candidates": 1.0, **layer}
+    return bind(parse_config({"layers": {"default": values}}), 1, REGISTRY)[0]
+
+
+def new_layer(window: Window, bound: LayerPipeline, batch: int, new_tokens: int = 16) -> LayerState:
+    info = LayerInfo(0, batch, H, G, D, torch.float64, torch.device("cpu"), D**-0.5)
+    return LayerState(info, bound, window, Request(new_tokens=new_tokens))
+
+
+class Driver:
+    """Feeds a layer and keeps, per row, every token that it should hold."""
+
+    def __init__(self, layer: LayerState, pads: list[int], seed: int = 0):
+        self.layer, self.pads = layer, pads
+        self.generator = torch.Generator().manual_seed(seed)
+        self.rows: list[list[Tensor]] = [[] for _ in pads]
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def prefill(self, columns: int, chunk: int) -> None:
+        self.layer.request.prefilling = True
+        tokens = self.random(len(self.pads), H, columns, 2, D)
+        allowed = torch.arange(columns) >= torch.tensor(self.pads).unsqueeze(-1)
+        for start in range(0, columns, chunk):
+            stop = min(start + chunk, columns)
+            part = tokens[:, :, start:stop]
+            self.layer.append(part[..., 0, :], part[..., 1, :])
+            mask = allowed[:, None, None, :stop].expand(-1, 1, stop - start, -1)
+            self.layer.chunk_attended(self.random(len(self.pads), H * G, stop - start, D), mask)
+        self.layer.request.prefilling = False
+        self.layer.end_prefill()
+        for row, pad in enumerate(self.pads):
+            self.rows[row] += list(tokens[row, :, pad:].unbind(1))
+
+    def step(self, active: list[bool] | None = None) -> tuple[Tensor, Tensor]:
+        """One token a row; returns the layer's output and what dense attention over the lists gives."""
+        batch = len(self.rows)
+        active = active or [True] * batch
+        self.layer.request.active_rows = active
+        self.layer.request.active = None if all(active) else torch.tensor(active)
+        token = self.random(batch, H, 1, 2, D)
+        self.layer.append(token[..., 0, :], token[..., 1, :])
+        for row in range(batch):
+            if active[row]:
+                self.rows[row].append(token[row, :, 0])
+        heads = self.random(batch, H, G, D)
+        out, _ = attend_layer(self.layer, heads)
+        want = torch.stack([self.dense(row, heads[row]) for row in range(batch)])
+        return out, want
+
+    def dense(self, row: int, heads: Tensor) -> Tensor:
+        tokens = torch.stack(self.rows[row], dim=1)  # [H, n, 2, D]
+        scores = heads @ tokens[:, :, 0].transpose(-1, -2) * D**-0.5
+        return torch.softmax(scores, -1) @ tokens[:, :, 1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    window=st.builds(
+        Window,
+        sink=st.integers(0, 5),
+        local=st.integers(1, 6),
+        update=st.integers(1, 6),
+        dense_below=st.integers(0, 30),
+    ),
+    columns=st.integers(1, 40),
+    pads=st.lists(st.integers(0, 39), min_size=1, max_size=3),
+    chunk=st.integers(1, 40),
+    new_tokens=st.integers(1, 20),
+    retriever=st.sampled_from(["exact", "dense", "pariskv"]),
+)
+def test_a_layer_attends_to_exactly_the_tokens_it_was_given(
+    window: Window, columns: int, pads: list[int], chunk: int, new_tokens: int, retriever: str
+) -> None:
+    """Ragged rows, any chunks, updates, and generation past what was planned (rings, store and codes grow)."""
+    layer = new_layer(window, pipeline(retriever), len(pads), new_tokens)
+    driver = Driver(layer, [min(pad, columns - 1) for pad in pads])
+    driver.prefill(columns, chunk)
+    for _ in range(new_tokens + 24):
+        out, want = driver.step()
+        torch.testing.assert_close(out, want)
+    layer.settle()
+    assert layer.zones == ([0] * len(pads) if retriever == "dense" else [window.zone(n) for n in layer.lengths])
+
+
+def test_a_row_that_has_ended_writes_nothing_more() -> None:
+    layer = new_layer(Window(2, 3, 4), pipeline(), 2, new_tokens=60)
+    driver = Driver(layer, [0, 5])
+    driver.prefill(20, 20)
+    driver.step()
+    held = layer.lengths[1], layer.zones[1], layer.codes["exact"]["keys"][1].clone(), layer.store.length[1]
+    for _ in range(30):
+        out, want = driver.step(active=[True, False])
+        torch.testing.assert_close(out, want)
+    layer.settle()
+    assert (layer.lengths[1], layer.zones[1], layer.store.length[1]) == (held[0], held[1], held[3])
+    zone = held[1]
+    assert torch.equal(layer.codes["exact"]["keys"][1, :, :zone], held[2][:, :zone])
+
+
+def test_unused_slots_codes_and_rows_may_hold_anything() -> None:
+    layer = new_layer(Window(2, 3, 4), pipeline("pariskv", top_k=50), 2, new_tokens=60)
+    driver = Driver(layer, [0, 9])
+    driver.prefill(30, 30)
+    for _ in range(20):
+        device = layer.device
+        assert device is not None
+        device.working.slots.fill_(math.nan)
+        device.rows[:, :, : device.steady.shape[1]].transpose(1, 2)[~device.steady] = math.nan
+        for row, zone in enumerate(layer.zones):
+            layer.store.rows[row, :, zone:] = math.nan
+            layer.codes["pariskv"]["weights"][row, :, zone:] = math.nan
+            layer.codes["pariskv"]["signs"][row, :, :, zone:] = 255
+        out, want = driver.step()
+        torch.testing.assert_close(out, want)
+
+
+def test_a_later_turn_continues_the_history() -> None:
+    layer = new_layer(Window(2, 3, 4), pipeline(), 2)
+    driver = Driver(layer, [0, 6])
+    driver.prefill(20, 7)
+    for _ in range(9):
+        driver.step()
+    history = max(layer.lengths)
+    layer.request.prefilling = True
+    tokens = driver.random(2, H, 11, 2, D)
+    keys, values = layer.append(tokens[..., 0, :], tokens[..., 1, :])
+    for row in range(2):
+        driver.rows[row] += list(tokens[row].unbind(1))
+        whole = torch.stack(driver.rows[row], dim=1)
+        pad = history + 11 - whole.shape[1]
+        assert torch.equal(keys[row, :, pad:], whole[:, :, 0])
+        assert torch.equal(values[row, :, pad:], whole[:, :, 1])
+    layer.chunk_attended(driver.random(2, H * G, 11, D), None)
+    layer.request.prefilling = False
+    layer.end_prefill()
+    for _ in range(20):
+        out, want = driver.step()
+        torch.testing.assert_close(out, want)
+
+
+def test_padding_anywhere_but_on_the_left_is_refused() -> None:
+    layer = new_layer(Window(2, 3, 4), pipeline(), 1)
+    driver = Driver(layer, [0])
+    layer.request.prefilling = True
+    layer.append(driver.random(1, H, 5, D), driver.random(1, H, 5, D))
+    mask = torch.tensor([True, True, True, True, False]).view(1, 1, 1, 5)
+    with pytest.raises(ModelError, match="padding on the left"):
+        layer.chunk_attended(driver.random(1, H * G, 5, D), mask)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 40])
+def test_fit_sees_the_prompt_once_and_its_state_is_frozen(chunk: int) -> None:
+    made = Learner()
+    registry = Registry.load(entry_points=False)
+    offer(registry, made)
+    config = parse_config({"layers": {"default": {"retriever": "exact", "encode": "learner", "top_k": 9}}})
+    layer = new_layer(Window(2, 3, 4), bind(config, 1, registry)[0], 2, new_tokens=30)
+    driver = Driver(layer, [0, 33])
+    driver.prefill(40, chunk)
+    assert [view[0] for view in made.views] == [[32, 0]]  # the second row has no zone yet
+    state = layer.states["learner"]["mean"].clone()
+    zone = torch.stack(driver.rows[0][2:34], dim=1)[:, :, 0]
+    torch.testing.assert_close(state[0, :, 0], zone.mean(1))
+    torch.testing.assert_close(layer.codes["learner"]["keys"][0, :, :32], zone - zone.mean(1, keepdim=True))
+    for _ in range(30):
+        driver.step()
+    layer.settle()
+    assert torch.equal(layer.states["learner"]["mean"][0], state[0])
+    assert len(made.views) == 2  # and once for the second row, when its first block left
+    codes = layer.codes["learner"]
+    for row, zone_tokens in enumerate(layer.zones):
+        held = torch.stack(driver.rows[row][2 : 2 + zone_tokens], dim=1)[:, :, 0]
+        torch.testing.assert_close(codes["keys"][row, :, :zone_tokens], held - layer.states["learner"]["mean"][row])
+        torch.testing.assert_close(codes["total"][row], held.sum(1))

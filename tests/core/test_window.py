@@ -1,0 +1,52 @@
+"""The region arithmetic against a plain list of tokens."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pariskv.window import Window
+
+WINDOWS = st.builds(
+    Window,
+    sink=st.integers(0, 6),
+    local=st.integers(1, 9),
+    update=st.integers(1, 8),
+    dense_below=st.integers(0, 40),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(window=WINDOWS, prompt=st.integers(1, 60), steps=st.integers(0, 80))
+def test_a_plain_list_of_tokens_is_never_lost_or_doubled(window: Window, prompt: int, steps: int) -> None:
+    """Replay the rules on lists: tokens leave in blocks of U once local + U wait, never below dense_below."""
+    sink, zone, ring = [], [], []
+    for position in range(prompt + steps):
+        (sink if position < window.sink else ring).append(position)
+        n = position + 1
+        at_prompts_end = n >= prompt
+        if at_prompts_end:
+            while n >= window.dense_below and len(ring) >= window.local + window.update:
+                zone += ring[: window.update]
+                del ring[: window.update]
+            assert window.zone(n) == len(zone)
+            assert window.ring(n, len(zone)) == len(ring)
+            assert [*sink, *zone, *ring] == list(range(n))
+
+
+@settings(max_examples=200, deadline=None)
+@given(window=WINDOWS, prompt=st.integers(1, 60), steps=st.integers(1, 80))
+def test_a_ring_of_the_declared_capacity_never_overwrites_a_token(window: Window, prompt: int, steps: int) -> None:
+    capacity = window.ring_capacity(prompt, prompt + steps)
+    for n in range(prompt, prompt + steps):
+        # The step's token is appended before the zone takes over.
+        held = range(window.sink + window.zone(n), n + 1)
+        slots = [window.slot(position, capacity) for position in held if position >= window.sink]
+        assert len(set(slots)) == len(slots)
+        assert all(window.sink <= slot < window.sink + capacity for slot in slots)
+
+
+def test_a_window_without_zone_keeps_everything() -> None:
+    window = Window(sink=4, local=8, update=8).without_zone()
+    assert window.zone(10**9) == 0
+    assert window.ring_capacity(100, 500) == 496
