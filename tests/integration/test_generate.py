@@ -1,0 +1,241 @@
+"""`model.generate(..., cache=ParisCache(...))`: streaming, sampling, batches, later turns, refusals."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from pre_rope import PreRope, offered, projected_keys
+from tiny_models import SIZES, dense_generate, prompt, tiny_model
+
+from pariskv import ParisCache, parse_config
+from pariskv.errors import BindingError, ModelError
+from pariskv.integrations.transformers import paris_mask
+
+CONFIG = parse_config(
+    {
+        "layers": {"default": {"candidates": 1.0, "top_k": 4000}},
+        "window": {"sink": 4, "local": 8, "update_interval": 8, "dense_below": 0},
+    }
+)
+
+
+def generate(model: Any, ids: torch.Tensor, cache: ParisCache, new: int = 30, **more: Any) -> torch.Tensor:
+    arguments = {"do_sample": False, "min_new_tokens": new, "pad_token_id": 0, **more}
+    mask = arguments.pop("attention_mask", torch.ones_like(ids))
+    out: torch.Tensor = model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=new, **arguments)
+    return out
+
+
+def test_sampling_with_a_seed_draws_what_dense_draws() -> None:
+    model = tiny_model("llama")
+    arguments = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
+    torch.manual_seed(7)
+    model.set_attn_implementation("eager")
+    want = model.generate(
+        prompt(60), attention_mask=torch.ones(1, 60), max_new_tokens=30, min_new_tokens=30, pad_token_id=0, **arguments
+    )
+    torch.manual_seed(7)
+    assert torch.equal(generate(model, prompt(60), ParisCache(model, CONFIG), **arguments), want)
+
+
+def test_a_streamer_gets_every_token_and_the_end() -> None:
+    model = tiny_model("llama")
+    got: list[int] = []
+    ended = threading.Event()
+
+    class Streamer(transformers.generation.streamers.BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            got.extend(value.flatten().tolist())
+
+        def end(self) -> None:
+            ended.set()
+
+    out = generate(model, prompt(40), ParisCache(model, CONFIG), streamer=Streamer())
+    assert got == out[0].tolist()
+    assert ended.is_set()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_a_second_turn_on_the_same_cache_equals_dense(family: str) -> None:
+    model = tiny_model(family)
+    cache = ParisCache(model, CONFIG)
+    first = generate(model, prompt(50), cache)
+    turn = torch.cat((first, prompt(21, seed=5)), dim=1)
+    want, _ = dense_generate(model, turn, 30)
+    got = generate(model, turn, cache)
+    assert torch.equal(got[:, turn.shape[1] :], want)
+    again = torch.cat((got, prompt(1, seed=6)), dim=1)
+    want, _ = dense_generate(model, again, 30)
+    assert torch.equal(generate(model, again, cache)[:, again.shape[1] :], want)
+
+
+def test_a_prompt_in_chunks_of_generates_own_equals_dense() -> None:
+    model = tiny_model("llama")
+    want, _ = dense_generate(model, prompt(61), 30)
+    got = generate(model, prompt(61), ParisCache(model, CONFIG), prefill_chunk_size=20)
+    assert torch.equal(got[:, 61:], want)
+
+
+def test_rows_end_at_their_own_end_of_sequence_token() -> None:
+    model = tiny_model("llama")
+    ids = torch.cat((prompt(40, seed=1), prompt(40, seed=2)))
+    free = generate(model, ids, ParisCache(model, CONFIG), 40)[:, 40:]
+    eos = int(free[0, 5])
+    got = generate(model, ids, ParisCache(model, CONFIG), 40, min_new_tokens=None, eos_token_id=eos)[:, 40:]
+    for row in range(2):
+        tokens = free[row].tolist()
+        end = tokens.index(eos) + 1 if eos in tokens else 40
+        assert got[row, :end].tolist() == tokens[:end]
+        assert set(got[row, end:].tolist()) <= {0}
+
+
+def test_a_reset_cache_serves_another_request() -> None:
+    model = tiny_model("llama")
+    cache = ParisCache(model, CONFIG)
+    first = generate(model, prompt(50), cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(generate(model, prompt(50), cache), first)
+
+
+def test_our_attention_is_dense_for_any_other_cache() -> None:
+    model = tiny_model("gemma2")
+    want, _ = dense_generate(model, prompt(50), 20)
+    ParisCache(model, CONFIG)
+    out = model.generate(
+        prompt(50),
+        attention_mask=torch.ones(1, 50),
+        max_new_tokens=20,
+        min_new_tokens=20,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    assert model.config._attn_implementation == "pariskv"
+    assert torch.equal(out[:, 50:], want)
+
+
+def test_two_caches_of_one_model_do_not_mix() -> None:
+    model = tiny_model("llama")
+    one, two = ParisCache(model, CONFIG), ParisCache(model, CONFIG)
+    with torch.no_grad():
+        for start in range(0, 60, 20):
+            for cache, seed in ((one, 1), (two, 2)):
+                model(prompt(60, seed)[:, start : start + 20], cache=cache)
+        got = [model(torch.tensor([[5]]), cache=cache).logits for cache in (one, two)]
+        want = [model(torch.cat((prompt(60, seed), torch.tensor([[5]])), 1)).logits[:, -1:] for seed in (1, 2)]
+    torch.testing.assert_close(torch.stack(got), torch.stack(want), rtol=0, atol=1e-5)
+
+
+def test_beams_and_assisted_decoding_are_refused_with_a_reason() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ModelError, match="beam search"):
+        generate(model, prompt(20), ParisCache(model, CONFIG), num_beams=2)
+    with pytest.raises(ValueError, match="crop"):
+        generate(model, prompt(20), ParisCache(model, CONFIG), prompt_lookup_num_tokens=3)
+
+
+def test_another_batch_on_a_used_cache_is_refused() -> None:
+    model = tiny_model("llama")
+    cache = ParisCache(model, CONFIG)
+    generate(model, prompt(20), cache)
+    with pytest.raises(ModelError, match=r"holds 1 rows.*make a new ParisCache"), torch.no_grad():
+        model(prompt(3, batch=2), cache=cache)
+
+
+def test_right_padding_is_refused() -> None:
+    model = tiny_model("llama")
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, 15:] = 0
+    with pytest.raises(ModelError, match="padding on the left"):
+        generate(model, prompt(20, batch=2), ParisCache(model, CONFIG), attention_mask=mask)
+
+
+def tiny(name: str, **more: Any) -> Any:
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **more})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_multi_head_latent_attention_is_refused_by_name() -> None:
+    model = tiny(
+        "DeepseekV3",
+        num_key_value_heads=6,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=2,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=3,
+    )
+    with pytest.raises(ModelError, match=r"DeepseekV3ForCausalLM uses multi-head latent attention \(kv_lora_rank=16\)"):
+        ParisCache(model, CONFIG)
+
+
+def test_an_encoder_decoder_is_refused_by_name() -> None:
+    config = transformers.T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=50)
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        ParisCache(transformers.T5ForConditionalGeneration(config), CONFIG)
+
+
+def test_a_model_off_the_attention_interface_is_refused_by_name() -> None:
+    config = transformers.BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2)
+    with pytest.raises(ModelError, match=r"BloomForCausalLM.*AttentionInterface"):
+        ParisCache(transformers.BloomForCausalLM(config), CONFIG)
+
+
+def test_a_model_with_sliding_windows_only_has_nothing_to_retrieve() -> None:
+    with pytest.raises(ModelError, match=r"MistralForCausalLM has no full-attention layer.*sliding_attention"):
+        ParisCache(tiny_model("mistral", sliding_window=16), CONFIG)
+
+
+def test_keys_that_the_model_changes_after_the_cache_are_noticed() -> None:
+    model = tiny_model("llama")
+    cache = ParisCache(model, CONFIG)
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        model(prompt(20), cache=cache)
+        with pytest.raises(ModelError, match="changed the keys after the cache"):
+            model(prompt(1), cache=cache)
+
+
+def test_the_mask_of_one_decoded_token_needs_no_look_at_the_padding() -> None:
+    padding = torch.tensor([[False, True, True]])
+    arguments = {"batch_size": 1, "kv_length": 3, "attention_mask": padding}
+    assert paris_mask(q_length=1, q_offset=2, **arguments) is None
+    assert paris_mask(q_length=3, q_offset=0, **arguments) is not None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_keys_before_rope_come_from_the_models_own_rotary_embedding(family: str) -> None:
+    """`fit` gets what the projection made: compared with a hook on k_proj (qkv_proj) itself."""
+    model = tiny_model(family)
+    probe = PreRope()
+    config = parse_config(
+        {
+            "layers": {"default": {"retriever": "exact", "encode": "probe"}},
+            "window": {"sink": 4, "local": 8, "update_interval": 8, "dense_below": 0},
+        }
+    )
+    cache = ParisCache(model, config, offered(probe))
+    with projected_keys(model) as keys:
+        generate(model, prompt(50), cache, 2)
+    for layer, seen in probe.seen.items():
+        zone = seen.shape[1]
+        # The model's cosines and sines are float32.
+        torch.testing.assert_close(seen, keys[layer][:, 4 : 4 + zone], rtol=0, atol=1e-6)
+    assert sorted(probe.seen) == [0, 1, 2]
+    assert zone == 32
+
+
+def test_a_model_without_one_rotary_embedding_refuses_a_format_that_needs_keys_before_it() -> None:
+    config = parse_config({"layers": {"default": {"retriever": "exact", "encode": "probe"}}})
+    with pytest.raises(BindingError, match=r"probe needs keys before RoPE, but Gemma3ForCausalLM"):
+        ParisCache(tiny_model("gemma3"), config, offered(PreRope()))
