@@ -63,6 +63,7 @@ def run(
     if compare not in (None, "dense"):
         raise ConfigError(f"--compare: got {compare!r}, wanted dense")
     settings = load_config(config, _with_tokens(overrides or [], max_new_tokens))
+    _check_names(settings)
     text = _prompt(prompt, prompt_file)
     session = Session.load(settings)
     needle = session.needle() if text is None else None
@@ -125,9 +126,10 @@ def _answer(session: Session, prompt: str, needle: Needle | None, quiet: bool, d
 
 @contextmanager
 def _progress(label: str) -> Iterator[Any]:
-    """A bar on standard error, gone once it is full."""
+    """A bar on standard error, gone once it is full; none where nobody watches."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, total=None)
 
         def update(done: int, total: int) -> None:
@@ -178,17 +180,17 @@ def show(config: ConfigPath, overrides: Overrides = None) -> None:
 @config_app.command()
 def validate(config: ConfigPath, overrides: Overrides = None) -> None:
     """Check a configuration: keys, values, names of retrievers, and that the stages fit together."""
-    from pariskv.binding import bind
-    from pariskv.registry import Registry
-
-    settings = load_config(config, overrides or [])
-    bind(settings, _layers_named(settings), Registry.load())
+    _check_names(load_config(config, overrides or []))
     _say(f"{config}: fine")
 
 
-def _layers_named(config: Config) -> int:
-    """Layers that the configuration speaks of; how many the model has is only known once it is loaded."""
-    return 1 + max((layer_range(key)[-1] for key in config.layers if key != "default"), default=0)
+def _check_names(config: Config) -> None:
+    """Bind the layers that the configuration speaks of, before a model is loaded that knows how many there are."""
+    from pariskv.binding import bind
+    from pariskv.registry import Registry
+
+    last = max((layer_range(key)[-1] for key in config.layers if key != "default"), default=0)
+    bind(config, last + 2, Registry.load())
 
 
 @model_app.command()

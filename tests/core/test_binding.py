@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-
-from pariskv.errors import BindingError, ConfigError, PluginContractError
-from pariskv.hookspecs import hookimpl
-from pariskv.types import Budget, LayerInfo, Selection, Store
-from tests.core.fakes import (
+from fakes import (
     HEADS,
     INFO,
     Coarse,
@@ -25,6 +21,10 @@ from tests.core.fakes import (
     query,
     refusal,
 )
+
+from pariskv.errors import BindingError, ConfigError, PluginContractError
+from pariskv.hookspecs import hookimpl
+from pariskv.types import Budget, LayerInfo, Selection, Store
 
 
 def test_the_functions_of_a_pipeline_are_those_of_the_retrievers() -> None:

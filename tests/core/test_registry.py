@@ -10,11 +10,11 @@ from types import ModuleType
 from typing import Literal
 
 import pytest
+from fakes import Coarse, Full, Rerank, importable, install, plugin, registry_of
 
 from pariskv.errors import ConfigError, PluginContractError, PluginLoadError
 from pariskv.hookspecs import Register, hookimpl
 from pariskv.registry import PluginRow, Registry, own_version
-from tests.core.fakes import Coarse, Full, Rerank, importable, install, plugin, registry_of
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,7 @@ from dataclasses import FrozenInstanceError, dataclass
 from types import ModuleType
 
 import pytest
-
-from pariskv.binding import LayerPipeline, bind
-from pariskv.budget import CandidateRule
-from pariskv.errors import BindingError, ConfigError, PluginLoadError
-from pariskv.hookspecs import Retriever, hookimpl
-from pariskv.registry import Registry
-from tests.core.fakes import (
+from fakes import (
     Coarse,
     Format,
     Full,
@@ -25,6 +19,12 @@ from tests.core.fakes import (
     refusal,
     registry_of,
 )
+
+from pariskv.binding import LayerPipeline, bind
+from pariskv.budget import CandidateRule
+from pariskv.errors import BindingError, ConfigError, PluginLoadError
+from pariskv.hookspecs import Retriever, hookimpl
+from pariskv.registry import Registry
 
 
 def test_the_default_retriever_gives_every_stage_it_implements_and_the_store_the_rest() -> None:

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-
-from pariskv.errors import PluginContractError
-from pariskv.hookspecs import Retriever, hookimpl
-from pariskv.types import Codes, Query, Selection, Tensors
-from tests.core.fakes import (
+from fakes import (
     HEADS,
     Full,
     Rerank,
@@ -18,6 +13,11 @@ from tests.core.fakes import (
     query,
     refusal,
 )
+from torch import Tensor
+
+from pariskv.errors import PluginContractError
+from pariskv.hookspecs import Retriever, hookimpl
+from pariskv.types import Codes, Query, Selection, Tensors
 
 
 class WithDefault(Retriever):

@@ -1,0 +1,66 @@
+"""`check_retriever`: drives a retriever as the core does and says what it gets wrong. For plugin authors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+import torch
+
+from pariskv.errors import PluginContractError
+from pariskv.stages import stages_of, traits_of
+from pariskv.testing.case import Case, random_prompt
+from pariskv.testing.formats import check_encode, check_fit
+from pariskv.testing.selections import check_recall, check_selection
+from pariskv.testing.stores import check_attend, check_store
+from pariskv.types import LayerInfo
+
+__all__ = ["check_retriever"]
+
+
+def check_retriever(
+    retriever: object,
+    *,
+    producer: object | None = None,
+    head_dim: int = 64,
+    kv_heads: int = 2,
+    group: int = 3,
+    lengths: Sequence[int] = (700, 16, 0),
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    top_k: int = 32,
+    recall_floor: float | None = None,
+) -> None:
+    """Drive every stage that the retriever implements and check what the contract asks of it.
+
+    producer      makes the codes that the retriever `reads`, where these are not its own
+    lengths       zone tokens of the batch's rows, rounded up to whole blocks of the format
+    top_k         more than the shortest row has, so that padding is checked
+    recall_floor  least share of the true top_k (by the sum over the group of the probabilities) that
+                  coarse_select and rerank must find in random keys; None: not checked
+
+    Raises PluginContractError for the first thing that is wrong with the retriever.
+    """
+    if not any(lengths):
+        raise ValueError(f"lengths: wanted at least one row with tokens, got {lengths}")
+    name = type(retriever).__name__
+    stages = stages_of(retriever, name)
+    traits = traits_of(retriever, stages, name)
+    source = stages if producer is None else stages_of(producer, type(producer).__name__)
+    if "encode" not in source and traits.reads is not None:
+        raise PluginContractError(f"{name}: reads {traits.reads!r}; pass the retriever that makes it as `producer`")
+    made = traits if producer is None else traits_of(producer, source, type(producer).__name__)
+    lengths = [ceil(length / made.block) * made.block for length in lengths]
+    layer = LayerInfo(0, len(lengths), kv_heads, group, head_dim, dtype, torch.device(device), head_dim**-0.5)
+    case = Case(name, stages, traits, source, made, layer, lengths, top_k, **random_prompt(layer, lengths))
+    with torch.no_grad():
+        state = check_fit(case)
+        if "encode" in stages:
+            check_encode(case, state)
+        selection = check_selection(case, state)
+        if recall_floor is not None and selection is not None:
+            check_recall(case, selection, recall_floor)
+        if "allocate_store" in stages:
+            check_store(case)
+        if "attend" in stages:
+            check_attend(case)

@@ -1,0 +1,84 @@
+"""The prompt that a retriever is tried on, and how its stages are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pariskv.errors import PluginContractError
+from pariskv.stages import Stage, Traits
+from pariskv.types import Codes, LayerInfo
+
+
+@dataclass(frozen=True)
+class Case:
+    """The retriever, its producer and the prompt that they are tried on."""
+
+    name: str
+    stages: dict[str, Stage]
+    traits: Traits
+    source: dict[str, Stage]  # of the codes' producer
+    made: Traits  # the same
+    layer: LayerInfo
+    lengths: list[int]
+    top_k: int
+    keys: Tensor  # [B, H, N, D]
+    values: Tensor
+    heads: Tensor  # [B, H, G, D]
+
+    @property
+    def rows(self) -> range:
+        return range(self.layer.batch)
+
+    def wrong(self, stage: str, what: str) -> PluginContractError:
+        return PluginContractError(f"{self.name}.{stage}: {what}")
+
+    def call(self, stage: str, *arguments: Any) -> Any:
+        """A stage's result; what it raises becomes a PluginContractError, and so does writing to its input."""
+        # fetch writes to its last argument, the slots.
+        given = [tensor for argument in arguments[: 1 if stage == "fetch" else None] for tensor in tensors_in(argument)]
+        before = [tensor.clone() for tensor in given]
+        try:
+            result = (self.stages.get(stage) or self.source[stage])(*arguments)
+        except Exception as error:
+            raise self.wrong(stage, f"raised {type(error).__name__}: {error}") from error
+        if not all(same_bits(old, tensor) for old, tensor in zip(before, given, strict=True)):
+            raise self.wrong(stage, "changes its input; work on a copy")
+        return result
+
+
+def random_prompt(layer: LayerInfo, lengths: list[int]) -> dict[str, Tensor]:
+    """Keys, values and queries from a fixed seed; the keys are laid out as a projection leaves them."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(layer.device, layer.dtype)
+
+    rows = (layer.batch, max(lengths, default=0), layer.kv_heads, layer.head_dim)
+    heads = normal(layer.batch, layer.kv_heads, layer.group, layer.head_dim)
+    return {"keys": normal(*rows).transpose(1, 2), "values": normal(*rows).transpose(1, 2), "heads": heads}
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors of an argument: of a Query, a Selection, Codes, a mapping."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, Codes):
+        yield from (*value.fields.values(), value.length)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    one, other = one.contiguous(), other.contiguous()
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8)) if one.numel() else True
