@@ -32,9 +32,10 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class ModelConfig:
-    name: str = field(default="smollm2-135m", metadata={"help": "registered model name or a path to a model's folder"})
+    name: str = field(default="smollm2-135m", metadata={"help": "smollm2-135m, a hub id, a folder or a .gguf file"})
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = field(
-        default="auto", metadata={"help": "type of weights and activations; auto: what the model's files say"}
+        default="auto",
+        metadata={"help": "type of weights and activations; auto: float32 on a CPU, the checkpoint's on a GPU"},
     )
     device: str = field(default="auto", metadata={"help": "auto (the GPU where there is one), cpu, cuda or cuda:N"})
     trust_remote_code: bool = field(default=False, metadata={"help": "run the Python code in a model's folder"})
@@ -82,7 +83,10 @@ class WindowConfig:
 
 @dataclass(frozen=True)
 class PrefillConfig:
-    chunk: Literal["auto"] | int = field(default="auto", metadata={"help": "tokens a chunk; auto: as many as fit"})
+    chunk: Literal["auto"] | int = field(
+        default="auto",
+        metadata={"help": "tokens a chunk; auto: up to 16384 at once, else 8192"},
+    )
 
 
 @dataclass(frozen=True)
@@ -99,9 +103,9 @@ class GenerationConfig:
 @dataclass(frozen=True)
 class RuntimeConfig:
     graph: Literal["auto", "on", "off"] = field(
-        default="auto", metadata={"help": "replay decode steps as a CUDA graph; auto: where every stage is graph-safe"}
+        default="auto", metadata={"help": "on is refused until steps can be captured; auto and off run them eagerly"}
     )
-    compile: bool = field(default=False, metadata={"help": "torch.compile the model's own layers"})
+    compile: bool = field(default=False, metadata={"help": "true is refused until compiled steps exist"})
     attend: str = field(default="auto", metadata={"help": "instance that attends; auto: torch"})
     check_memory: bool = field(default=True, metadata={"help": "refuse a run that does not fit before it allocates"})
 

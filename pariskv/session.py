@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pariskv.config import Config, load_config, to_dict
 from pariskv.decode import Batch, DecodeCache, Progress, decode, generate, prefill
-from pariskv.errors import CapacityError
+from pariskv.errors import CapacityError, ConfigError
 from pariskv.memory import refuse_if_too_large
 from pariskv.needle import Needle, needle_prompt
 from pariskv.report import Report
@@ -46,6 +46,7 @@ class Session:
     """
 
     def __init__(self, model: LanguageModel, config: Config):
+        refuse_what_is_not_there(config)
         self.model = model
         self.config = config
 
@@ -56,6 +57,7 @@ class Session:
 
         if not isinstance(config, Config):
             config = load_config(None if config is None else Path(config), overrides)
+        refuse_what_is_not_there(config)
         return cls(LanguageModel.load(config), config)
 
     def stream(self, prompt: str) -> Iterator[str]:
@@ -192,6 +194,14 @@ class Session:
         if chunk != "auto":
             return chunk
         return None if batch.tokens.shape[1] <= WHOLE_PROMPT else WHOLE_PROMPT // 2
+
+
+def refuse_what_is_not_there(config: Config) -> None:
+    """Raise ConfigError for what the schema knows already and nothing does yet, rather than do without it."""
+    if config.runtime.graph == "on":
+        raise ConfigError("runtime.graph=on: decode steps cannot be captured in a CUDA graph yet; use auto or off")
+    if config.runtime.compile:
+        raise ConfigError("runtime.compile=true: compiled decode steps do not exist yet; use false")
 
 
 def run_to_dict(run: Run, config: Config) -> dict[str, object]:

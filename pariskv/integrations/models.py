@@ -43,6 +43,7 @@ DTYPES = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
     "float16": "float16",
+    "float64": "float64",
     "fp16": "float16",
 }
 
@@ -230,7 +231,7 @@ def _dtype(dtype: str, device: torch.device) -> torch.dtype | str:
         # CPUs without bf16 units run a bfloat16 prefill ten times slower than a float32 one.
         return torch.float32 if device.type == "cpu" else "auto"
     if dtype not in DTYPES:
-        raise ModelError(f"dtype={dtype!r}: unknown; use auto, float32, bfloat16 or float16")
+        raise ModelError(f"dtype={dtype!r}: unknown; use auto, float32, bfloat16, float16 or float64")
     chosen = getattr(torch, DTYPES[dtype])
     assert isinstance(chosen, torch.dtype)
     return chosen

@@ -142,6 +142,8 @@ BAD = {
     "unknown model": (["run", "{config}", "model.name=no/such-model", "--prompt", "w1"], r"no/such-model"),
     "unknown device": (["run", "{config}", "model.device=abacus", "--prompt", "w1"], r"abacus"),
     "unknown comparison": (["run", "{config}", "--compare", "sparse"], r"--compare: got 'sparse', wanted dense"),
+    "a graph that is not there yet": (["run", "{config}", "runtime.graph=on"], r"runtime\.graph=on: .*use auto or off"),
+    "compilation that is not there yet": (["run", "{config}", "runtime.compile=true"], r"runtime\.compile=true"),
     "zero new tokens": (["run", "{config}", "--max-new-tokens", "0"], r"max_new_tokens.*0"),
     "no config": (["run"], r"CONFIG"),
     "no such command": (["fly"], r"fly"),

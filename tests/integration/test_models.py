@@ -108,7 +108,7 @@ def test_a_gguf_file_without_the_extra_names_it(caches: Path, tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "float8"}, "dtype='float8': unknown; use auto, float32, bfloat16 or float16"),
+        ({"dtype": "float8"}, "dtype='float8': unknown; use auto, float32, bfloat16, float16 or float64"),
         ({"device": "gpu"}, "device='gpu': unknown; use auto, cpu, cuda or cuda:N"),
     ],
 )

@@ -1,0 +1,34 @@
+"""Estimates of the candidates' inner products from their codes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pariskv_kernels.checks import check_dtype, check_shape, check_subspace_dim
+from pariskv_kernels.rerank import naive
+
+
+def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """Estimates of q . k for the candidates: sum over the blocks of weight x <q_b, sign x level>.
+
+    rotated  [B, H, P]         float32, the rotated query (not normalised, so neither is the estimate)
+    codes    [B, H, N, P / 2]  uint8, 4 bits a coordinate as `encode_keys` packs them
+    weights  [B, H, N, S]      float16; m = P / S is 4 or 8
+    indices  [B, H, C]         int32, -1 where empty
+    returns  [B, H, C]         float32, -inf where empty
+
+    Raises TypeError or ValueError naming the argument.
+    Source: ParisKV (arXiv 2602.07721), section 3.3 (RSQ); `naive.py` is the definition.
+    """
+    check_dtype("rotated", rotated, torch.float32)
+    check_shape("rotated", rotated, None, None, None)
+    batch, heads, padded = rotated.shape
+    check_dtype("codes", codes, torch.uint8)
+    check_shape("codes", codes, batch, heads, None, padded // 2)
+    check_dtype("weights", weights, torch.float16)
+    check_shape("weights", weights, batch, heads, codes.shape[2], None)
+    check_subspace_dim(padded // max(weights.shape[3], 1))
+    check_dtype("indices", indices, torch.int32)
+    check_shape("indices", indices, batch, heads, None)
+    return naive.estimate_scores(rotated, codes, weights, indices)

@@ -1,0 +1,39 @@
+"""The query's vote for every sign pattern, by its rank among the patterns that keys have."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pariskv_kernels.checks import check_dtype, check_shape, check_subspace_dim
+from pariskv_kernels.tiers import naive
+
+MAX_WEIGHT = naive.MAX_WEIGHT
+
+
+def tier_table(rotated: Tensor, counts: Tensor, targets: Tensor) -> Tensor:
+    """Weight 6 to 0 of every sign pattern of every subspace.
+
+    rotated  [B, H, P]        float32, the rotated mean query, of any length
+    counts   [B, H, S, 2^m]   int32, keys per pattern; m = 4 or 8, S = P / m
+    targets  [B]              integer, the keys that should collide in a subspace
+    returns  [B, H, S, 2^m]   uint8
+
+    Patterns are ranked by inner product with the query's block, equal ones by the lower number. With
+    `before` the number of keys in all better patterns, the weight is how many of 5, 15, 30, 50, 75
+    and 100 % of the target exceed `before` (before x 100 < percent x target, in integers). So the best
+    pattern weighs 6 whatever its population, and 0 is for those that start beyond the target.
+
+    Raises TypeError or ValueError naming the argument.
+    Source: ParisKV (arXiv 2602.07721), section 3.2; `naive.py` is the definition.
+    """
+    check_dtype("rotated", rotated, torch.float32)
+    check_shape("rotated", rotated, None, None, None)
+    batch, heads, padded = rotated.shape
+    subspace_dim = counts.shape[-1].bit_length() - 1
+    check_subspace_dim(subspace_dim)
+    check_shape("counts", counts, batch, heads, padded // subspace_dim, 1 << subspace_dim)
+    check_dtype("counts", counts, torch.int32)
+    check_shape("targets", targets, batch)
+    check_dtype("targets", targets, torch.int32, torch.int64)
+    return naive.tier_table(rotated, counts, targets)

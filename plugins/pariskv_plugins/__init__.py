@@ -1,0 +1,1 @@
+"""The retrievers that ship with pariskv, each a plugin like any third party's."""
