@@ -1,6 +1,6 @@
 """The device rows of one layer: sink, ring and the slots of the selected rows, in one buffer.
 
-    rows    [B, H, sink + ring + K, 2, D]    key and value of a token side by side
+    rows    [B, H, sink + ring + K, 2, D]    key and value of a token
     steady  bool [B, sink + ring]            which sink and ring slots hold a token
     length  int64 [B]                        tokens of each row, on the device
 
@@ -24,8 +24,9 @@ class DeviceRows:
         self.window = window
         self.ring = ring
         steady = window.sink + ring
-        shape = (info.batch, info.kv_heads, steady + slots, 2, info.head_dim)
-        self.rows = torch.zeros(shape, dtype=info.dtype, device=info.device)
+        # In memory all keys of a head lie before its values: attention reads the one, then the other.
+        shape = (info.batch, info.kv_heads, 2, steady + slots, info.head_dim)
+        self.rows = torch.zeros(shape, dtype=info.dtype, device=info.device).transpose(2, 3)
         self.steady = torch.zeros(info.batch, steady, dtype=torch.bool, device=info.device)
         self.length = torch.zeros(info.batch, dtype=torch.int64, device=info.device)
         self.working = WorkingSet(self.rows, self.steady)

@@ -52,15 +52,20 @@ def check_retriever(
     made = traits if producer is None else traits_of(producer, source, type(producer).__name__)
     lengths = [ceil(length / made.block) * made.block for length in lengths]
     layer = LayerInfo(0, len(lengths), kv_heads, group, head_dim, dtype, torch.device(device), head_dim**-0.5)
-    case = Case(name, stages, traits, source, made, layer, lengths, top_k, **random_prompt(layer, lengths))
-    with torch.no_grad():
-        state = check_fit(case)
-        if "encode" in stages:
-            check_encode(case, state)
-        selection = check_selection(case, state)
-        if recall_floor is not None and selection is not None:
-            check_recall(case, selection, recall_floor)
-        if "allocate_store" in stages:
-            check_store(case)
-        if "attend" in stages:
-            check_attend(case)
+    _check(
+        Case(name, stages, traits, source, made, layer, lengths, top_k, **random_prompt(layer, lengths)), recall_floor
+    )
+
+
+@torch.no_grad()
+def _check(case: Case, recall_floor: float | None) -> None:
+    state = check_fit(case)
+    if "encode" in case.stages:
+        check_encode(case, state)
+    selection = check_selection(case, state)
+    if recall_floor is not None and selection is not None:
+        check_recall(case, selection, recall_floor)
+    if "allocate_store" in case.stages:
+        check_store(case)
+    if "attend" in case.stages:
+        check_attend(case)

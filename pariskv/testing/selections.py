@@ -136,7 +136,7 @@ def _check_row(case: Case, stage: str, selection: Selection, row: int, alone: Se
     """A row chooses in a batch what it chooses alone; two tokens with nearly the same score may change places."""
     for head in range(case.layer.kv_heads):
         together, single = _tokens(selection, row, head), _tokens(alone, 0, head)
-        if len(together - single) > max(1, len(together) // 50):
+        if max(len(together - single), len(single - together)) > max(1, len(together) // 50):
             raise case.wrong(
                 stage, f"row {row} of the batch chooses other tokens than alone; use its own length and count"
             )

@@ -7,9 +7,6 @@ from torch import Tensor
 
 from pariskv_kernels.checks import check_dtype, check_shape
 from pariskv_kernels.gather import naive
-from pariskv_kernels.gather.naive import take_rows
-
-__all__ = ["gather_rows", "take_rows"]
 
 
 def gather_rows(rows: Tensor, indices: Tensor, out: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from pariskv_kernels.gather import take_rows
+from pariskv_kernels.gather.naive import row_numbers
 from pariskv_kernels.quantizer import level_table
 from pariskv_kernels.tree import tree_sum
 
@@ -19,18 +19,19 @@ def byte_products(rotated: Tensor, subspace_dim: int) -> Tensor:
     return (high.unsqueeze(-1) + low.unsqueeze(-2)).flatten(-2)
 
 
-def candidates_last(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, H, C, X] to [B, H, X, C], so that what follows runs over whole rows of candidates."""
-    return rows.transpose(2, 3).to(dtype, memory_format=torch.contiguous_format)
+def taken(rows: Tensor, numbers: Tensor, indices: Tensor, dtype: torch.dtype) -> Tensor:
+    """The candidates' rows [B, H, N, X] as [B, H, X, C], so that what follows runs over whole rows of candidates."""
+    chosen = rows.flatten(0, 2).index_select(0, numbers).view(*indices.shape, rows.shape[-1])
+    return chosen.transpose(2, 3).to(dtype, memory_format=torch.contiguous_format)
 
 
 def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     """Look the candidates' code bytes up, add within each subspace, weigh and add over the subspaces."""
     batch, heads, padded = rotated.shape
     subspaces, bytes_each = weights.shape[-1], padded // weights.shape[-1] // 2
-    products = byte_products(rotated, 2 * bytes_each)
-    chosen = candidates_last(take_rows(codes, indices), torch.int64)
-    added = products.gather(-1, chosen).view(batch, heads, subspaces, bytes_each, indices.shape[2])
-    blocks = tree_sum(added, dim=3) * candidates_last(take_rows(weights, indices), torch.float32)  # [B, H, S, C]
+    numbers = row_numbers(indices, codes.shape[2])
+    products = byte_products(rotated, 2 * bytes_each).gather(-1, taken(codes, numbers, indices, torch.int64))
+    blocks = tree_sum(products.view(batch, heads, subspaces, bytes_each, indices.shape[2]), dim=3)
+    blocks = blocks * taken(weights, numbers, indices, torch.float32)  # [B, H, S, C]
     scores = tree_sum(blocks, dim=2) * (1 / math.sqrt(padded))
     return scores.masked_fill_(indices < 0, -torch.inf)
