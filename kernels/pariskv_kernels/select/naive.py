@@ -5,23 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+INT32_END = 2**31
+
 
 def select_by_votes(votes: Tensor, count: Tensor, lengths: Tensor, width: int, max_vote: int) -> Tensor:
-    """Find the lowest vote that is taken from a histogram, then compact."""
+    """Order tokens by vote, then position, in one integer; find the lowest that is taken; compact."""
     num_tokens = votes.shape[-1]
-    positions = torch.arange(num_tokens, dtype=torch.int32, device=votes.device).expand(votes.shape)
-    valid = positions < lengths.view(-1, 1, 1)
-    level = (votes + 1) * valid.int()  # 0: no token there
+    dtype = torch.int32 if (max_vote + 1) * num_tokens < INT32_END else torch.int64
+    positions = torch.arange(num_tokens, dtype=torch.int32, device=votes.device)
+    rank = votes.to(dtype) * num_tokens + (num_tokens - 1 - positions)
+    rank = torch.where(positions < lengths.view(-1, 1, 1), rank, -1)
+    threshold = lowest_taken(rank, count, width).clamp(min=0)
+    return move_to_front(rank >= threshold, width, positions.expand(votes.shape))
 
-    histogram = torch.zeros(*votes.shape[:2], max_vote + 2, dtype=torch.int32, device=votes.device)
-    histogram.scatter_add_(-1, level.long(), histogram.new_ones(()).expand(level.shape))
-    up_to = histogram.cumsum(-1, dtype=torch.int32)
-    passed_over = num_tokens - count.view(-1, 1, 1)
-    # The highest level with enough tokens at or above it; 1, the lowest vote, where there are too few.
-    threshold = ((up_to - histogram <= passed_over).sum(-1, keepdim=True) - 1).clamp(min=1)
-    needed = up_to.gather(-1, threshold) - passed_over
-    threshold = threshold.int()
-    return move_to_front(keep_highest(level > threshold, level == threshold, needed), width, positions)
+
+def lowest_taken(rank: Tensor, count: Tensor, width: int) -> Tensor:
+    """The count[b]-th highest of rank [B, H, N], [B, H, 1]; below 0 where there are fewer.
+
+    topk takes the same number in every row, so a row that wants fewer gets stand-ins above all others.
+    """
+    if width == 0:
+        return rank.new_full((*rank.shape[:2], 1), torch.iinfo(rank.dtype).max)
+    missing = width - count.view(-1, 1, 1)
+    slots = torch.arange(width, dtype=torch.int32, device=rank.device)
+    stand_ins = torch.where(slots < missing, torch.iinfo(rank.dtype).max, -1).to(rank.dtype)
+    extended = torch.cat((rank, stand_ins.expand(*rank.shape[:2], width)), dim=-1)
+    return extended.topk(width, sorted=False).values.amin(-1, keepdim=True)
 
 
 def select_by_scores(scores: Tensor, candidates: Tensor, width: int, count: Tensor | None) -> Tensor:

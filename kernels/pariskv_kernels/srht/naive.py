@@ -36,3 +36,15 @@ def rotate(x: Tensor, padded: int, seed: int) -> Tensor:
         z = torch.addcmul(low, high, plus_minus(x.device))  # [..., P / 2, 2, n]
     z = z.reshape(*halves[:-4], padded, halves[-1])
     return z.transpose(-1, -2).reshape(*x.shape[:-1], padded)
+
+
+@lru_cache
+def rotation_matrix(dim: int, padded: int, seed: int, device: torch.device) -> Tensor:
+    """`rotate` as a matrix [D, P], for the few rows of a query."""
+    return rotate(torch.eye(dim, device=device), padded, seed).contiguous()
+
+
+def rotate_few(x: Tensor, padded: int, seed: int) -> Tensor:
+    """`rotate` within rounding: one small product for each vector [N, D], the same in every batch."""
+    matrix = rotation_matrix(x.shape[-1], padded, seed, x.device)
+    return torch.bmm(x.unsqueeze(1), matrix.expand(x.shape[0], -1, -1)).squeeze(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from pariskv_kernels.encode import encode_keys
-from pariskv_kernels.srht import padded_dim, rotate
+from pariskv_kernels.srht import padded_dim, rotate_queries
 from torch import Tensor
 
 from pariskv.errors import ConfigError
@@ -46,4 +46,4 @@ def encode_heads(heads: Tensor, seed: int) -> Tensors:
     """
     # Added one by one: a reduction may round differently in another batch size.
     mean = sum(heads.float().unbind(2)[1:], heads[:, :, 0].float()) / heads.shape[2]
-    return {"rotated": rotate(mean, seed)}
+    return {"rotated": rotate_queries(mean, seed)}
