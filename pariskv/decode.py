@@ -85,7 +85,7 @@ def generate(
     yield from decode(model, cache, batch, logits, settings)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def prefill(
     model: Model,
     cache: DecodeCache,
@@ -109,7 +109,7 @@ def prefill(
     return logits
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def decode(
     model: Model, cache: DecodeCache, batch: Batch, logits: Tensor, settings: GenerationConfig
 ) -> Iterator[list[int | None]]:
