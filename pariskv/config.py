@@ -112,7 +112,9 @@ class RuntimeConfig:
 
 @dataclass(frozen=True)
 class QuickstartConfig:
-    prompt_tokens: int = field(default=4000, metadata={"help": "tokens of the quickstart's prompt"})
+    prompt_tokens: int = field(default=4000, metadata={"help": "tokens of the needle test's prompt at most"})
+    depth: float = field(default=0.5, metadata={"help": "where the needle lies, 0 (beginning) to 1 (end)"})
+    seed: int = field(default=0, metadata={"help": "seed of the number to find"})
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,9 @@ def _check_sizes(config: Config) -> None:
     _at_least("generation.max_new_tokens", generation.max_new_tokens, 1)
     _at_least("generation.seed", generation.seed, 0)
     _at_least("quickstart.prompt_tokens", config.quickstart.prompt_tokens, 1)
+    _at_least("quickstart.seed", config.quickstart.seed, 0)
+    if not 0 <= config.quickstart.depth <= 1:
+        raise ConfigError(f"quickstart.depth: got {config.quickstart.depth}, wanted 0 <= depth <= 1")
     if not (isfinite(generation.temperature) and generation.temperature >= 0):
         raise ConfigError(f"generation.temperature: got {generation.temperature}, wanted a number >= 0")
     if not 0 < generation.top_p <= 1:

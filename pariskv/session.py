@@ -81,8 +81,9 @@ class Session:
         return [self.model.decode(answer) for answer in answers]
 
     def needle(self) -> Needle:
-        """The quickstart's prompt: `quickstart.prompt_tokens` tokens with a needle in the middle."""
-        return needle_prompt(self.config.quickstart.prompt_tokens, self.model.count_tokens)
+        """The needle test that `quickstart` describes."""
+        quick = self.config.quickstart
+        return needle_prompt(quick.prompt_tokens, self.model.count_tokens, quick.depth, quick.seed)
 
     def run(
         self,

@@ -1,16 +1,15 @@
-"""One thread: the tensors are small, and threads of busy machines wait for one another."""
+"""Every kernel test runs on the PyTorch definitions and on the compiled CPU kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
+from pariskv_kernels import cpu
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+@pytest.fixture(autouse=True, params=["naive", "numba"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which implementation a CPU tensor meets."""
+    if request.param == "numba" and not cpu.has_numba():
+        pytest.skip("numba is not installed (extra [cpu])")
+    monkeypatch.setattr(cpu, "has_numba", lambda: request.param == "numba")
+    return str(request.param)

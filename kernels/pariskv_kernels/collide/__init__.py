@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pariskv_kernels.checks import check_dtype, check_shape
 from pariskv_kernels.collide import naive
+from pariskv_kernels.cpu import is_compiled_for
 
 
 def collision_count(signs: Tensor, table: Tensor) -> Tensor:
@@ -23,4 +24,8 @@ def collision_count(signs: Tensor, table: Tensor) -> Tensor:
     check_shape("signs", signs, None, None, None, None)
     check_dtype("table", table, torch.uint8)
     check_shape("table", table, *signs.shape[:3], None)
+    if is_compiled_for(signs, table):
+        from pariskv_kernels.collide import cpu
+
+        return cpu.collision_count(signs, table)
     return naive.collision_count(signs, table)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pariskv_kernels.checks import check_dtype, check_shape, check_subspace_dim
+from pariskv_kernels.cpu import is_compiled_for
 from pariskv_kernels.rerank import naive
 
 
@@ -31,4 +32,8 @@ def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Te
     check_subspace_dim(padded // max(weights.shape[3], 1))
     check_dtype("indices", indices, torch.int32)
     check_shape("indices", indices, batch, heads, None)
+    if is_compiled_for(rotated, codes, weights, indices):
+        from pariskv_kernels.rerank import cpu
+
+        return cpu.estimate_scores(rotated, codes, weights, indices)
     return naive.estimate_scores(rotated, codes, weights, indices)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pariskv_kernels.checks import check_dtype, check_float, check_shape
+from pariskv_kernels.cpu import is_compiled_for
 from pariskv_kernels.select import naive
 
 
@@ -25,6 +26,10 @@ def select_by_votes(votes: Tensor, count: Tensor, lengths: Tensor, width: int, m
     check_shape("count", count, votes.shape[0])
     check_shape("lengths", lengths, votes.shape[0])
     check_width(width)
+    if is_compiled_for(votes, count, lengths):
+        from pariskv_kernels.select import cpu
+
+        return cpu.select_by_votes(votes, count, lengths, width, max_vote)
     return naive.select_by_votes(votes, count, lengths, width, max_vote)
 
 
@@ -46,6 +51,10 @@ def select_by_scores(scores: Tensor, candidates: Tensor, width: int, count: Tens
     check_width(width)
     if count is not None:
         check_shape("count", count, scores.shape[0])
+    if scores.dtype in (torch.float32, torch.float64) and is_compiled_for(scores, candidates):
+        from pariskv_kernels.select import cpu
+
+        return cpu.select_by_scores(scores, candidates, width, count)
     return naive.select_by_scores(scores, candidates, width, count)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pariskv_kernels.checks import check_dtype, check_shape, check_subspace_dim
+from pariskv_kernels.cpu import is_compiled_for
 from pariskv_kernels.tiers import naive
 
 MAX_WEIGHT = naive.MAX_WEIGHT
@@ -36,4 +37,8 @@ def tier_table(rotated: Tensor, counts: Tensor, targets: Tensor) -> Tensor:
     check_dtype("counts", counts, torch.int32)
     check_shape("targets", targets, batch)
     check_dtype("targets", targets, torch.int32, torch.int64)
+    if is_compiled_for(rotated, counts, targets):
+        from pariskv_kernels.tiers import cpu
+
+        return cpu.tier_table(rotated, counts, targets)
     return naive.tier_table(rotated, counts, targets)

@@ -1,0 +1,85 @@
+"""`select_by_votes` and `select_by_scores` compiled for a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+
+def select_by_votes(votes: Tensor, count: Tensor, lengths: Tensor, width: int, max_vote: int) -> Tensor:
+    out = torch.full((*votes.shape[:2], width), -1, dtype=torch.int32)
+    _by_votes(votes.numpy(), count.numpy(), lengths.numpy(), max_vote, out.numpy())
+    return out
+
+
+def select_by_scores(scores: Tensor, candidates: Tensor, width: int, count: Tensor | None) -> Tensor:
+    out = torch.full((*scores.shape[:2], width), -1, dtype=torch.int32)
+    wanted = torch.full((scores.shape[0],), width, dtype=torch.int32) if count is None else count
+    _by_scores(scores.numpy(), candidates.numpy(), wanted.numpy(), out.numpy())
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _by_votes(votes, count, lengths, max_vote, out):  # type: ignore[no-untyped-def]
+    """A histogram gives the lowest vote that is taken; a second pass takes everything above, and the first ties."""
+    batch, heads, num_tokens = votes.shape
+    histogram = np.empty(max_vote + 1, np.int64)
+    for b in range(batch):
+        length = min(lengths[b], num_tokens)
+        wanted = min(count[b], length, out.shape[2])
+        for h in range(heads):
+            row, chosen = votes[b, h], out[b, h]
+            histogram[:] = 0
+            for n in range(length):
+                histogram[row[n]] += 1
+            threshold, above = max_vote, np.int64(0)
+            while threshold > 0 and above + histogram[threshold] < wanted:
+                above += histogram[threshold]
+                threshold -= 1
+            ties, place = wanted - above, 0
+            for n in range(length):
+                vote = row[n]
+                if vote > threshold:
+                    chosen[place] = n
+                    place += 1
+                elif vote == threshold and ties > 0:
+                    chosen[place] = n
+                    place += 1
+                    ties -= 1
+
+
+@njit(cache=True, nogil=True)
+def _by_scores(scores, candidates, count, out):  # type: ignore[no-untyped-def]
+    """A partition gives the lowest score that is taken; a second pass takes everything above, and the first ties."""
+    batch, heads, num_candidates = scores.shape
+    usable = np.empty(num_candidates, scores.dtype)
+    for b in range(batch):
+        for h in range(heads):
+            row, places, chosen = scores[b, h], candidates[b, h], out[b, h]
+            valid = 0
+            for c in range(num_candidates):
+                if places[c] >= 0:
+                    usable[valid] = -np.inf if np.isnan(row[c]) else row[c]
+                    valid += 1
+            wanted = min(count[b], valid, out.shape[2])
+            if wanted == 0:
+                continue
+            threshold = np.partition(usable[:valid], valid - wanted)[valid - wanted]
+            above = 0
+            for v in range(valid):
+                above += usable[v] > threshold
+            ties, place, v = wanted - above, 0, 0
+            for c in range(num_candidates):
+                if places[c] < 0:
+                    continue
+                score = usable[v]
+                v += 1
+                if score > threshold:
+                    chosen[place] = places[c]
+                    place += 1
+                elif score == threshold and ties > 0:
+                    chosen[place] = places[c]
+                    place += 1
+                    ties -= 1
