@@ -87,10 +87,10 @@ def _rows_and_validity(working: WorkingSet, selected: Selected | None) -> tuple[
 
 def _scores(query: Query, keys: Tensor) -> Tensor:
     """Scaled, soft-capped q . k [B, H, G, M], float32 at least."""
-    scores = torch.matmul(query.heads, keys.transpose(-1, -2))
+    # Scaled before the product, which float16 could not hold otherwise.
+    scores = torch.matmul(query.heads * query.scaling, keys.transpose(-1, -2))
     if scores.dtype in (torch.float16, torch.bfloat16):
         scores = scores.float()
-    scores = scores * query.scaling
     return scores if query.softcap is None else torch.tanh(scores / query.softcap) * query.softcap
 
 
@@ -102,10 +102,13 @@ def _with_extra(query: Query, scores: Tensor, values: Tensor, extra: Rows) -> tu
 
 
 def _softmax(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted values [B, H, G, D] and log-sum-exp [B, H, G] of scores [B, H, G, M]."""
-    lse = torch.logsumexp(scores, dim=-1)
-    weights = (scores - lse.unsqueeze(-1).clamp(min=torch.finfo(scores.dtype).min)).exp()
-    return torch.matmul(weights.to(values.dtype), values), lse
+    """Weighted values [B, H, G, D] and log-sum-exp [B, H, G] of scores [B, H, G, M]; 0 and -inf of none."""
+    limits = torch.finfo(scores.dtype)
+    largest = scores.amax(dim=-1, keepdim=True).clamp(min=limits.min)
+    weights = (scores - largest).exp()
+    total = weights.sum(dim=-1, keepdim=True)
+    weights = weights / total.clamp(min=limits.tiny)
+    return torch.matmul(weights.to(values.dtype), values), (largest + total.log()).squeeze(-1)
 
 
 def dense_attention(

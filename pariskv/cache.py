@@ -27,8 +27,6 @@ class RequestState:
         self.request = Request(unrotate=unrotate)
         self.layers: dict[int, LayerState] = {}
         self._window = window
-        self._steps = 0
-        self._steady_tokens = 0
 
     def layer(self, info: LayerInfo) -> LayerState:
         """The state of layer `info.index`, made at its first call."""
@@ -44,13 +42,11 @@ class RequestState:
 
     # The phases, told by the loop; under `generate()` each layer infers them
 
-    def begin_prefill(self, chunk_tokens: int, new_tokens: int = HEADROOM) -> None:
-        """A prompt (or a later turn) of `chunk_tokens` columns comes, then up to `new_tokens` tokens."""
-        history = max((max(layer.lengths) for layer in self.layers.values()), default=0)
-        self.request.prompt_tokens = history + chunk_tokens
+    def begin_prefill(self, prompt_tokens: int, new_tokens: int = HEADROOM) -> None:
+        """A prompt of `prompt_tokens` columns comes, then up to `new_tokens` tokens."""
+        self.request.prompt_tokens = prompt_tokens
         self.request.new_tokens = new_tokens
         self.request.prefilling = True
-        self.request.active, self.request.active_rows = None, []
 
     def end_prefill(self) -> None:
         """The prompt is complete: regions are made, formats are fitted, the prompt's buffers released."""
@@ -60,29 +56,25 @@ class RequestState:
 
     def set_active(self, active_rows: list[bool]) -> None:
         """Rows that have ended stop writing."""
-        if active_rows == self.request.active_rows:
-            return
-        self.request.active_rows = list(active_rows)
-        device = next(iter(self.layers.values())).info.device
-        self.request.active = None if all(active_rows) else torch.tensor(active_rows, device=device)
+        for layer in self.layers.values():
+            layer.set_active(active_rows)
+
+    def reset(self) -> None:
+        """Forget the request; nothing of it may reach the next one."""
+        self.layers.clear()
+        self.request = Request(unrotate=self.request.unrotate)
 
     def end_step(self) -> None:
-        """Between two steps: full buffers leave for the zone; the step is counted."""
-        self._steps += 1
+        """Between two steps: full buffers leave for the zone."""
         for layer in self.layers.values():
-            self._steady_tokens += sum(layer.lengths) - sum(layer.zones)
-            layer.settle()
+            layer.finish_step()
 
     # What it adds up to
 
     @property
     def attended_tokens_per_step(self) -> float:
         """Tokens that a query head attends to, mean over steps, layers, rows and key/value heads."""
-        layers = list(self.layers.values())
-        if not layers or not self._steps:
-            return 0.0
-        selected = sum(int(layer.selected) / layer.info.kv_heads for layer in layers)
-        return (self._steady_tokens + selected) / (self._steps * len(layers) * layers[0].info.batch)
+        return sum(layer.attended for layer in self.layers.values()) / max(1, len(self.layers))
 
     @property
     def lengths(self) -> list[int]:

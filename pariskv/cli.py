@@ -189,8 +189,9 @@ def _check_names(config: Config) -> None:
     from pariskv.binding import bind
     from pariskv.registry import Registry
 
+    first = {layer_range(key)[0] for key in config.layers if key != "default"}
     last = max((layer_range(key)[-1] for key in config.layers if key != "default"), default=0)
-    bind(config, last + 2, Registry.load())
+    bind(config, last + 2, Registry.load(), {*first, last + 1})
 
 
 @model_app.command()
@@ -223,16 +224,17 @@ def _exit_code(arguments: list[str], debug: bool) -> int:
     try:
         code = app(arguments or ["--help"], standalone_mode=False, prog_name="pariskv")
         return code if isinstance(code, int) else 0
-    except ParisKVError as error:
-        return _failed(str(error), BAD_INPUT, debug)
     except (KeyboardInterrupt, typer.Abort):
         return _failed("interrupted", INTERRUPTED, debug)
     except Exception as error:
+        notes = "; ".join(getattr(error, "__notes__", []))
+        where = f" ({notes})" if notes else ""
+        if isinstance(error, ParisKVError):
+            return _failed(f"{error}{where}", BAD_INPUT, debug)
         # typer brings click along or depends on it, by version: its usage errors are known by what they can do.
         if hasattr(error, "format_message"):
             return _failed(error.format_message(), BAD_INPUT, debug)
-        notes = "; ".join(getattr(error, "__notes__", []))
-        return _failed(f"{type(error).__name__}: {error}{f' ({notes})' if notes else ''}", FAILED, debug)
+        return _failed(f"{type(error).__name__}: {error}{where}", FAILED, debug)
 
 
 def _failed(message: str, code: int, debug: bool) -> int:

@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]
 class DecodeCache(Protocol):
     """What the loop asks of a cache; `ParisCache` is one, a plain dense cache another."""
 
-    def begin_prefill(self, chunk_tokens: int, new_tokens: int) -> None: ...
+    def begin_prefill(self, prompt_tokens: int, new_tokens: int) -> None: ...
 
     def end_prefill(self) -> None: ...
 
@@ -85,7 +85,7 @@ def generate(
     yield from decode(model, cache, batch, logits, settings)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def prefill(
     model: Model,
     cache: DecodeCache,
@@ -109,7 +109,7 @@ def prefill(
     return logits
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode(
     model: Model, cache: DecodeCache, batch: Batch, logits: Tensor, settings: GenerationConfig
 ) -> Iterator[list[int | None]]:
@@ -126,7 +126,7 @@ def decode(
         if not any(active) or step + 1 == settings.max_new_tokens:
             return
         cache.set_active(active)
-        step_tokens = torch.where(torch.tensor(active, device=sampled.device), sampled, model.pad_id)
+        step_tokens = sampled if all(active) else sampled.where(torch.tensor(active).to(sampled.device), model.pad_id)
         mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=True)
         try:
             logits = decode_step(model, cache, step_tokens.unsqueeze(1), positions, mask)
@@ -136,6 +136,7 @@ def decode(
         positions = positions + 1
 
 
+@torch.no_grad()
 def decode_step(model: Model, cache: DecodeCache, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
     """One token per row [B, 1] through the model, then what is due moves into the zone; logits [B, V]."""
     logits = model.forward(tokens, positions, mask, cache)

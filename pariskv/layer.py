@@ -7,13 +7,13 @@ What changes per token lives here. A layer is either reading a prompt (`prompt` 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pariskv.binding import Encoder, LayerPipeline
-from pariskv.errors import CapacityError
+from pariskv.errors import CapacityError, ModelError, ShapeError
 from pariskv.prompt import Prompt, PromptView, QueryStatistics, Unrotate
 from pariskv.types import Budget, Codes, LayerInfo, Store, Tensors
 from pariskv.window import Window
@@ -30,15 +30,12 @@ class Request:
     prompt_tokens  columns that the prompt being read will have in the end, 0 where nobody knows
     new_tokens     tokens that will be generated after it
     prefilling     the loop says that a prompt is being read; without a loop it is inferred
-    active         bool [B] on the device, and the same on the host: rows that still generate
     unrotate       takes keys back to before the rotary embedding, None where the model cannot
     """
 
     prompt_tokens: int = 0
     new_tokens: int = HEADROOM
     prefilling: bool = False
-    active: Tensor | None = None
-    active_rows: list[bool] = field(default_factory=list)
     unrotate: Unrotate | None = None
 
 
@@ -55,9 +52,14 @@ class LayerState:
         self.request = request
         self.lengths = [0] * info.batch
         self.zones = [0] * info.batch
+        self.active_rows = [True] * info.batch
+        self.columns = 0  # of the model: real tokens and padding
+        self._in_step = False
         self.zone_length = torch.zeros(info.batch, dtype=torch.int32, device=info.device)
         self.budget = Budget(0, torch.zeros_like(self.zone_length))
-        self.selected = torch.zeros((), dtype=torch.int64, device=info.device)
+        self.steps = 0
+        self.steady = 0  # sink and ring tokens attended to, summed over steps and rows
+        self.selected = torch.zeros((), dtype=torch.int64, device=info.device)  # the same of selected, and heads
         self.prompt: Prompt | None = None
         self.device: DeviceRows | None = None
         self.store: Store | None = None
@@ -83,30 +85,44 @@ class LayerState:
 
         returns what a prompt's chunk attends to [B, H, n, D]; a decode step's own token as it came
         """
+        self.columns += keys.shape[2]
         if keys.shape[2] == 1 and any(self.lengths) and not self.request.prefilling:
             if self.device is None:
                 self.end_prefill()
-            self._append_token(keys, values)
+            self.finish_step()
+            assert self.device is not None
+            self.device.append(keys, values)
+            self._in_step = True
             return keys, values
         if self.prompt is None:
             self._begin_prompt(keys.shape[2])
         assert self.prompt is not None
         return self.prompt.append(keys, values)
 
-    def _append_token(self, keys: Tensor, values: Tensor) -> None:
+    def finish_step(self) -> None:
+        """Count the step that was appended, and move what is due: by the loop between two steps, else by the next."""
+        if not self._in_step:
+            return
+        self._in_step = False
+        self.lengths = [n + is_active for n, is_active in zip(self.lengths, self.active_rows, strict=True)]
+        self.steps += 1
+        self.steady += sum(self.lengths) - sum(self.zones)
         self.settle()
-        assert self.device is not None
-        self.device.append(keys, values, self.request.active)
-        active = self.request.active_rows or [True] * self.info.batch
-        self.lengths = [n + is_active for n, is_active in zip(self.lengths, active, strict=True)]
+
+    def set_active(self, active_rows: list[bool]) -> None:
+        """Say which rows still generate; the others keep their length. Between steps only."""
+        if active_rows != self.active_rows:
+            assert self.device is not None
+            self.active_rows = list(active_rows)
+            self.device.active.copy_(torch.tensor(active_rows))
 
     # Reading a prompt
 
     def _begin_prompt(self, chunk: int) -> None:
         """Start the prompt's buffer, with the history in front where this is a later turn."""
-        history = max(self.lengths)
-        columns = max(history + chunk, self.request.prompt_tokens)
-        prompt = Prompt(self.info, columns)
+        self.finish_step()
+        history = self.columns - chunk
+        prompt = Prompt(self.info, max(self.columns, self.request.prompt_tokens))
         prompt.columns = history
         prompt.pads = [history - length for length in self.lengths]
         for row, pad in enumerate(prompt.pads):
@@ -144,6 +160,16 @@ class LayerState:
             self._queries.add(query, self.lengths)
         self.settle()
 
+    def refuse_other_padding(self, mask: Tensor) -> None:
+        """Raise ModelError where the first step's mask [B, 1, 1, n] does not leave the tokens that are held."""
+        real = [int(count) - 1 for count in mask[:, 0, 0].sum(dim=-1).tolist()]
+        if real != self.lengths:
+            raise ModelError(
+                f"layer {self.info.index}: the attention mask speaks of {real} tokens a row, the cache holds "
+                f"{self.lengths}: padding went through the model one token at a time; use prefill_chunk_size > 1, "
+                f"and a mask with padding on the left only"
+            )
+
     def end_prefill(self) -> None:
         """Leave the prompt's buffer: fit and encode what waited for it, sink and ring to the device."""
         prompt = self.prompt
@@ -156,14 +182,14 @@ class LayerState:
             for start, stop in ((0, first), (first + zone, tokens)):
                 keys, values = prompt.read(row, start, stop)
                 self.device.place(row, start, torch.stack((keys, values), dim=2))
-            self.device.publish(row, tokens, zone)
         self.prompt = None
+        self.active_rows = [True] * self.info.batch
         self._publish_zones()
 
     def _ring_capacity(self, tokens: int, final_tokens: int) -> int:
         if self.pipeline.indexes == "prompt":
             zone = self.window.zone(tokens)
-            return self.window.ring(final_tokens, zone)
+            return max(1, self.window.ring(final_tokens, zone))
         return self.window.ring_capacity(tokens, final_tokens)
 
     # Moving tokens into the zone: `update`
@@ -213,7 +239,11 @@ class LayerState:
     def _encode(self, encoder: Encoder, rows: list[int], starts: list[int], keys: Tensor, values: Tensor) -> None:
         state = {name: tensor[rows] for name, tensor in self.states.get(encoder.name, {}).items()}
         block = encoder.encode(keys, values, state)
-        self.codes[encoder.name].append(rows, starts, block, keys.shape[2])
+        try:
+            self.codes[encoder.name].append(rows, starts, block, keys.shape[2])
+        except ShapeError as error:
+            error.add_note(f"what encode of retriever {encoder.name!r} returned, layer {self.info.index}")
+            raise
 
     def _fit_and_encode(self) -> None:
         """Fit the formats that learn from the prompt, once per row, and encode what waited for it."""
@@ -285,6 +315,12 @@ class LayerState:
                     f"layer {self.info.index}: no memory to grow the ring from {self.device.ring} to {ring} slots "
                     f"after {max(self.lengths)} tokens; lower max_new_tokens or dense_below, or use fewer dense layers"
                 ) from error
+
+    @property
+    def attended(self) -> float:
+        """Tokens that a query head attends to, mean over the steps and rows; 0 before the first step."""
+        steady_and_selected = self.steady + int(self.selected) / self.info.kv_heads
+        return steady_and_selected / (self.steps * self.info.batch) if self.steps else 0.0
 
     def codes_of(self, name: str | None) -> Codes:
         """The codes of a producer; of none, codes that hold nothing but the lengths."""

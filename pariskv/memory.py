@@ -102,8 +102,11 @@ def _cgroup_available() -> int | None:
     try:
         limit = (CGROUP / "memory.max").read_text().strip()
         used = int((CGROUP / "memory.current").read_text())
+        statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
+    # Files that were read count as used until somebody needs the room.
+    used -= int(statistics.get("inactive_file", 0))
     return None if limit == "max" else max(0, int(limit) - used)
 
 

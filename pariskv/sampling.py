@@ -20,7 +20,9 @@ class Sampler:
         """Tokens [B] from logits [B, V]; temperature 0 is greedy."""
         if self.temperature == 0:
             return logits.argmax(dim=-1)
-        probabilities = torch.softmax(logits.double() / self.temperature, dim=-1)
+        # Relative to the best, or a tiny temperature would make infinities.
+        logits = logits.double() - logits.amax(dim=-1, keepdim=True)
+        probabilities = torch.softmax(logits / self.temperature, dim=-1)
         kept = _nucleus(probabilities, self.top_p).cpu()
         drawn = [
             torch.multinomial(row, 1, generator=generator)

@@ -72,6 +72,8 @@ class Session:
 
     def generate(self, prompts: Sequence[str]) -> list[str]:
         """The answers to a batch of prompts."""
+        if isinstance(prompts, str) or not prompts:
+            raise ConfigError(f"generate: wanted a list of at least one prompt, got {prompts!r}")
         batch = self._batch(prompts)
         answers: list[list[int]] = [[] for _ in prompts]
         for tokens in generate(self.model, self._cache(batch), batch, self.config.generation, self._chunk(batch)):

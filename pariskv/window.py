@@ -54,9 +54,3 @@ class Window:
         if tokens < self.dense_below:
             most = max(most, self.dense_below - self.sink)
         return max(1, min(most, final_tokens - self.sink))
-
-    def slot(self, position: int, capacity: int) -> int:
-        """Working-set slot of the token at `position`, for a ring of `capacity` slots."""
-        if position < self.sink:
-            return position
-        return self.sink + (position - self.sink) % capacity

@@ -2,7 +2,8 @@
 
     rows    [B, H, sink + ring + K, 2, D]    key and value of a token
     steady  bool [B, sink + ring]            which sink and ring slots hold a token
-    length  int64 [B]                        tokens of each row, on the device
+    length  int64 [B]                        tokens of each row
+    active  bool [B]                         rows that still generate
 
 `append` is the only thing that a decode step does here; it has fixed shapes, reads the lengths
 from the device and never asks the host. Everything else happens between steps.
@@ -29,6 +30,7 @@ class DeviceRows:
         self.rows = torch.zeros(shape, dtype=info.dtype, device=info.device).transpose(2, 3)
         self.steady = torch.zeros(info.batch, steady, dtype=torch.bool, device=info.device)
         self.length = torch.zeros(info.batch, dtype=torch.int64, device=info.device)
+        self.active = torch.ones(info.batch, dtype=torch.bool, device=info.device)
         self.working = WorkingSet(self.rows, self.steady)
         self._batch = torch.arange(info.batch, device=info.device)
         self._by_slot = self.rows.permute(0, 2, 1, 3, 4)  # [B, M, H, 2, D]
@@ -37,22 +39,16 @@ class DeviceRows:
     def nbytes(self) -> int:
         return self.rows.nbytes + self.steady.nbytes
 
-    def append(self, keys: Tensor, values: Tensor, active: Tensor | None) -> None:
+    def append(self, keys: Tensor, values: Tensor) -> None:
         """Put one token [B, H, 1, D] at the end of every active row.
 
-        A row that is not active (bool [B]) keeps its length, and what is written for it stays
-        invalid: the slot after a row's last token is free between steps.
+        A row that is not active keeps its length, and what is written for it stays invalid: the slot
+        after a row's last token is free between steps.
         """
-        sink = self.window.sink
-        slots = torch.where(self.length < sink, self.length, (self.length - sink).remainder(self.ring) + sink)
-        where = (self._batch, slots)
+        where = (self._batch, self._slots_of(self.length))
         self._by_slot[where] = torch.stack((keys[:, :, 0], values[:, :, 0]), dim=2)
-        if active is None:
-            self.steady[where] = True
-            self.length += 1
-        else:
-            self.steady[where] = active
-            self.length += active
+        self.steady[where] = self.active
+        self.length += self.active
 
     def place(self, row: int, start: int, tokens: Tensor) -> None:
         """Write the tokens [H, n, 2, D] of one row at the positions from `start` on."""
@@ -75,6 +71,7 @@ class DeviceRows:
         """A copy with a larger ring."""
         slots = self.rows.shape[2] - self.steady.shape[1]
         new = DeviceRows(info, self.window, ring, slots)
+        new.active.copy_(self.active)
         for row, (tokens, zone) in enumerate(zip(lengths, zones, strict=True)):
             first = min(self.window.sink, tokens)
             new.place(row, 0, self.read(row, 0, first))
@@ -84,6 +81,8 @@ class DeviceRows:
 
     def _slots(self, start: int, stop: int) -> Tensor:
         """Slots of the positions start .. stop - 1."""
+        return self._slots_of(torch.arange(start, stop, device=self.rows.device))
+
+    def _slots_of(self, positions: Tensor) -> Tensor:
         sink = self.window.sink
-        positions = torch.arange(start, stop, device=self.rows.device)
-        return torch.where(positions < sink, positions, (positions - sink) % self.ring + sink)
+        return torch.where(positions < sink, positions, (positions - sink).remainder(self.ring) + sink)

@@ -8,6 +8,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from pariskv.integrations.language_model import LanguageModel
+from pariskv.integrations.models import LoadedModel
+
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 48,
@@ -84,3 +87,12 @@ def dense_generate(model: Any, ids: Tensor, new_tokens: int, mask: Tensor | None
     )
     model.set_attn_implementation(before)
     return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, dim=1)
+
+
+class NoTokenizer:
+    pad_token_id, eos_token_id = 0, None
+
+
+def language_model(model: Any) -> LanguageModel:
+    """A tiny model as the decode loop wants it; it has no text."""
+    return LanguageModel(LoadedModel(model, NoTokenizer(), "tiny", None))  # type: ignore[arg-type]

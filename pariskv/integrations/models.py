@@ -219,6 +219,8 @@ def _device(device: str) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise ModelError(f"device={device!r}: unknown; use auto, cpu, cuda or cuda:N") from error
+    if chosen.type not in ("cpu", "cuda", "mps"):
+        raise ModelError(f"device={device!r}: models run on cpu, cuda or mps only")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device={device!r}: torch sees no CUDA device here; use auto or cpu")
     return chosen

@@ -73,8 +73,12 @@ class ParisCache(Cache):
 
     # What `pariskv.decode` asks of a cache
 
-    def begin_prefill(self, chunk_tokens: int, new_tokens: int = HEADROOM) -> None:
-        self.request.begin_prefill(chunk_tokens, new_tokens)
+    def begin_prefill(self, prompt_tokens: int, new_tokens: int = HEADROOM) -> None:
+        if self.get_seq_length():
+            raise ModelError(
+                "this cache holds a request already; make a new ParisCache, or continue it by model.generate(cache=...)"
+            )
+        self.request.begin_prefill(prompt_tokens, new_tokens)
 
     def end_prefill(self) -> None:
         for layer in self.layers:
@@ -104,7 +108,7 @@ class ParisCache(Cache):
 class DenseCache(DynamicCache):
     """transformers' own dense cache, for `pariskv.decode`: the baseline to compare with."""
 
-    def begin_prefill(self, chunk_tokens: int, new_tokens: int) -> None:
+    def begin_prefill(self, prompt_tokens: int, new_tokens: int) -> None:
         """Nothing to prepare: a dense cache grows by concatenation."""
 
     def end_prefill(self) -> None:
@@ -181,6 +185,7 @@ class ParisLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         self.state: LayerState | None = None
         self.columns = 0
         self._unattended = False
+        self._padding_checked = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.state = self.request.layer(self.geometry.layer_info(self.index, key_states))
@@ -189,6 +194,8 @@ class ParisLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take the new keys and values [B, H, Q, D]; the keys that come back carry the tag."""
         self.refuse_unattended()
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            raise ModelError("a ParisCache does not keep gradients; call the model under torch.no_grad()")
         if self.state is None:
             self.lazy_initialization(key_states, value_states)
         assert self.state is not None
@@ -211,6 +218,9 @@ class ParisLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
             out = dense_attention(query, keys, values, mask, scaling, info.softcap, sinks)
             self.state.chunk_attended(query, mask)
             return out
+        if mask is not None and not self._padding_checked:
+            self._padding_checked = True
+            self.state.refuse_other_padding(mask)
         out, lse = attend_layer(self.state, as_heads(query, info.kv_heads))
         out, lse = out.flatten(1, 2).unsqueeze(2), lse.flatten(1, 2).unsqueeze(2)
         return out if sinks is None else weaken_by_sinks(out, lse, sinks)
@@ -244,8 +254,9 @@ class ParisLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
 
     def reset(self) -> None:
         """Forget the request."""
-        self.request.layers.pop(self.index, None)
-        self.state, self.columns, self.is_initialized, self._unattended = None, 0, False, False
+        self.request.reset()
+        self.state, self.columns, self.is_initialized = None, 0, False
+        self._unattended = self._padding_checked = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         raise ModelError("pariskv does not support beam search yet; use num_beams=1 (greedy or sampling)")
@@ -305,12 +316,15 @@ def paris_mask(
 ) -> Tensor | None:
     """The mask of transformers' interface, bool [B, 1, Q, n] or None.
 
-    In a full-attention layer nothing is needed for one token (the cache knows the padding), nor for
-    a plain causal chunk (dense attention is causal without a mask).
+    In a full-attention layer a plain causal chunk needs none (dense attention is causal without a mask),
+    and one token needs the padding alone: a view, so that a step asks the host nothing.
     """
     is_full = local_size is None and mask_function is causal_mask_function
-    if is_full and (attention_mask is None or (q_length == 1 and q_offset > 0)):
+    if is_full and attention_mask is None:
         return None
+    if is_full and q_length == 1:
+        assert attention_mask is not None
+        return attention_mask[:, None, None, kv_offset : kv_offset + kv_length].bool()
     mask: Tensor | None = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -365,9 +379,11 @@ def supported_layers(model: PreTrainedModel) -> tuple[list[str], list[dict[str, 
         )
     layer_types, layer_kwargs = get_layer_types_and_kwargs(text_config)
     unknown = sorted(set(layer_types) - set(DYNAMIC_LAYER_TYPE_MAPPING))
-    if unknown or "full_attention" not in layer_types:
-        found = ", ".join(unknown or sorted(set(layer_types)))
-        raise ModelError(f"{name} has no full-attention layer to retrieve in, or one of unknown kind: {found}")
+    if unknown:
+        raise ModelError(f"{name} has layers of a kind that pariskv does not know: {', '.join(unknown)}")
+    if "full_attention" not in layer_types:
+        kinds = ", ".join(sorted(set(layer_types)))
+        raise ModelError(f"{name} has no full-attention layer to retrieve in, only: {kinds}")
     return layer_types, layer_kwargs
 
 

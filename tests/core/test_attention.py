@@ -119,3 +119,12 @@ def test_sinks_take_their_share_of_the_softmax() -> None:
     with_sink = torch.cat((scores, sinks.view(1, 2, 1, 1).expand(1, 2, 5, 1)), -1)
     want = torch.softmax(with_sink, -1)[..., :-1] @ v
     torch.testing.assert_close(dense_attention(q, k, v, None, 0.25, sinks=sinks), want)
+
+
+def test_float16_scores_do_not_overflow() -> None:
+    heads = torch.full((1, 1, 1, 128), 30.0).half()
+    rows = torch.full((1, 1, 4, 2, 128), 30.0).half()
+    rows[..., 1, :] = 2.0
+    query = Query(heads, None, 128**-0.5)
+    out, _ = attend(query, WorkingSet(rows, torch.ones(1, 4, dtype=torch.bool)), None)
+    assert torch.equal(out, torch.full_like(out, 2.0))

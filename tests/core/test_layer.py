@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -105,8 +106,8 @@ class Driver:
         """One token a row; returns the layer's output and what dense attention over the lists gives."""
         batch = len(self.rows)
         active = active or [True] * batch
-        self.layer.request.active_rows = active
-        self.layer.request.active = None if all(active) else torch.tensor(active)
+        self.layer.finish_step()
+        self.layer.set_active(active)
         token = self.random(batch, H, 1, 2, D)
         self.layer.append(token[..., 0, :], token[..., 1, :])
         for row in range(batch):
@@ -148,7 +149,7 @@ def test_a_layer_attends_to_exactly_the_tokens_it_was_given(
     for _ in range(new_tokens + 24):
         out, want = driver.step()
         torch.testing.assert_close(out, want)
-    layer.settle()
+    layer.finish_step()
     assert layer.zones == ([0] * len(pads) if retriever == "dense" else [window.zone(n) for n in layer.lengths])
 
 
@@ -157,11 +158,12 @@ def test_a_row_that_has_ended_writes_nothing_more() -> None:
     driver = Driver(layer, [0, 5])
     driver.prefill(20, 20)
     driver.step()
+    layer.finish_step()
     held = layer.lengths[1], layer.zones[1], layer.codes["exact"]["keys"][1].clone(), layer.store.length[1]
     for _ in range(30):
         out, want = driver.step(active=[True, False])
         torch.testing.assert_close(out, want)
-    layer.settle()
+    layer.finish_step()
     assert (layer.lengths[1], layer.zones[1], layer.store.length[1]) == (held[0], held[1], held[3])
     zone = held[1]
     assert torch.equal(layer.codes["exact"]["keys"][1, :, :zone], held[2][:, :zone])
@@ -190,7 +192,7 @@ def test_a_later_turn_continues_the_history() -> None:
     driver.prefill(20, 7)
     for _ in range(9):
         driver.step()
-    history = max(layer.lengths)
+    history = layer.columns
     layer.request.prefilling = True
     tokens = driver.random(2, H, 11, 2, D)
     keys, values = layer.append(tokens[..., 0, :], tokens[..., 1, :])
@@ -206,6 +208,18 @@ def test_a_later_turn_continues_the_history() -> None:
     for _ in range(20):
         out, want = driver.step()
         torch.testing.assert_close(out, want)
+
+
+def test_a_layer_that_indexes_the_prompt_only_keeps_the_rest_dense() -> None:
+    bound = replace(pipeline("exact"), indexes="prompt")
+    for columns, new_tokens in ((40, 30), (3, 1)):  # the second request fits into the sink
+        layer = new_layer(Window(8, 3, 4), bound, 1, new_tokens)
+        driver = Driver(layer, [0])
+        driver.prefill(columns, columns)
+        for _ in range(new_tokens + 20):
+            out, want = driver.step()
+            torch.testing.assert_close(out, want)
+        assert layer.zones == [Window(8, 3, 4).zone(columns)]
 
 
 def test_padding_anywhere_but_on_the_left_is_refused() -> None:
@@ -234,7 +248,7 @@ def test_fit_sees_the_prompt_once_and_its_state_is_frozen(chunk: int) -> None:
     torch.testing.assert_close(layer.codes["learner"]["keys"][0, :, :32], zone - zone.mean(1, keepdim=True))
     for _ in range(30):
         driver.step()
-    layer.settle()
+    layer.finish_step()
     assert torch.equal(layer.states["learner"]["mean"][0], state[0])
     assert len(made.views) == 2  # and once for the second row, when its first block left
     codes = layer.codes["learner"]

@@ -33,9 +33,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(40)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
+    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=512,
+        num_key_value_heads=1, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(torch.bfloat16), PreTrainedTokenizerFast(tokenizer_object=words)
 

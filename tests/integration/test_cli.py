@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from fakes import install
 
-from pariskv import memory
+from pariskv import Session, memory
 from pariskv.cli import main
+from pariskv.errors import ConfigError
 
 FIELDS = {
     "text",
@@ -140,6 +141,11 @@ BAD = {
     ),
     "no room to generate": (["run", "{config}", "--prompt", WORDS, "--max-new-tokens", "400"], r"lower.*to 362"),
     "unknown model": (["run", "{config}", "model.name=no/such-model", "--prompt", "w1"], r"no/such-model"),
+    "no such device here": (["run", "{config}", "model.device=meta", "--prompt", "w1"], r"cpu, cuda or mps only"),
+    "a huge layer range": (
+        ["run", "{config}", "layers.0-3000000.top_k=3"],
+        r"the model has 1 layers",
+    ),
     "unknown device": (["run", "{config}", "model.device=abacus", "--prompt", "w1"], r"abacus"),
     "unknown comparison": (["run", "{config}", "--compare", "sparse"], r"--compare: got 'sparse', wanted dense"),
     "a graph that is not there yet": (["run", "{config}", "runtime.graph=on"], r"runtime\.graph=on: .*use auto or off"),
@@ -277,3 +283,21 @@ def test_ctrl_c_prints_what_there_is_and_exits_with_130(config: Path) -> None:
     assert "tokens attended per step" in rest
     assert "interrupted" in rest
     assert "Traceback" not in error
+
+
+def test_a_tiny_temperature_is_nearly_greedy(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for temperature in ("1e-310", "0.0"):
+        assert pariskv("run", config, f"generation.temperature={temperature}", "--prompt", WORDS, "--json") == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1]
+
+
+def test_generate_wants_a_list_of_prompts(config: Path) -> None:
+    session = Session.load(config)
+    for prompts in ("w1 w2", []):
+        with pytest.raises(ConfigError, match="wanted a list of at least one prompt"):
+            session.generate(prompts)
+    ragged = session.generate([WORDS, "w1 w2 w3"])
+    assert ragged == [session.generate([prompt])[0] for prompt in (WORDS, "w1 w2 w3")]
+    assert "".join(session.stream(WORDS)) == ragged[0]

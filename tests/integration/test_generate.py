@@ -9,9 +9,11 @@ import pytest
 import torch
 import transformers
 from pre_rope import PreRope, offered, projected_keys
-from tiny_models import SIZES, dense_generate, prompt, tiny_model
+from tiny_models import SIZES, dense_generate, language_model, prompt, tiny_model
 
 from pariskv import ParisCache, parse_config
+from pariskv.config import GenerationConfig
+from pariskv.decode import Batch, decode, prefill
 from pariskv.errors import BindingError, ModelError
 from pariskv.integrations.transformers import paris_mask
 
@@ -100,6 +102,71 @@ def test_a_reset_cache_serves_another_request() -> None:
     cache.reset()
     assert cache.get_seq_length() == 0
     assert torch.equal(generate(model, prompt(50), cache), first)
+
+
+def test_nothing_of_a_request_with_ended_rows_outlives_a_reset() -> None:
+    model = tiny_model("llama")
+    ids = prompt(40, batch=2)
+    fresh = generate(model, ids, ParisCache(model, CONFIG))
+    cache = ParisCache(model, CONFIG)
+    generate(model, ids, cache, 3)
+    cache.set_active([True, False])
+    cache.reset()
+    assert torch.equal(generate(model, ids, cache), fresh)
+    cache.reset()
+    assert generate(model, prompt(20, batch=3), cache).shape == (3, 50)
+
+
+def test_a_second_turn_where_every_row_is_padded() -> None:
+    model = tiny_model("llama")
+    cache = ParisCache(model, CONFIG)
+    ids = torch.cat((torch.zeros(1, 3, dtype=torch.long), prompt(37)), dim=1)
+    mask = (torch.arange(40) >= 3).long().unsqueeze(0)
+    first = generate(model, ids, cache, 20, attention_mask=mask)
+    turn = torch.cat((first, prompt(9, seed=4)), dim=1)
+    got = generate(model, turn, cache, 20, attention_mask=torch.cat((mask, torch.ones(1, 29).long()), dim=1))
+    want, _ = dense_generate(model, turn[:, 3:], 20)
+    assert torch.equal(got[:, turn.shape[1] :], want)
+
+
+def test_padding_that_goes_through_one_token_at_a_time_is_refused() -> None:
+    model = tiny_model("llama")
+    mask = (torch.arange(20) >= torch.tensor([[0], [3]])).long()
+    with pytest.raises(ModelError, match="prefill_chunk_size > 1"):
+        generate(model, prompt(20, batch=2), ParisCache(model, CONFIG), attention_mask=mask, prefill_chunk_size=1)
+
+
+def test_gradients_are_refused() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ModelError, match=r"torch\.no_grad"):
+        model(prompt(5), cache=ParisCache(model, CONFIG))
+
+
+def test_our_loop_and_generate_take_turns_on_one_cache() -> None:
+    model = tiny_model("llama")
+    cache = ParisCache(model, CONFIG)
+    lm, batch = language_model(model), Batch(prompt(40))
+    logits = prefill(lm, cache, batch, 10)
+    first = torch.tensor(list(decode(lm, cache, batch, logits, GenerationConfig(max_new_tokens=10)))).T
+    turn = torch.cat((prompt(40), first, prompt(7, seed=3)), dim=1)
+    want, _ = dense_generate(model, turn, 20)
+    assert torch.equal(generate(model, turn, cache, 20)[:, 57:], want)
+    with pytest.raises(ModelError, match="holds a request already"):
+        prefill(lm, cache, batch, 10)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_our_attention_is_dense_for_any_other_cache_with_padding(family: str) -> None:
+    """One decoded token of a padded row must not see the padding, whoever holds the cache."""
+    model = tiny_model(family)
+    ids = torch.cat((torch.zeros(1, 3, dtype=torch.long), prompt(37)), dim=1)
+    mask = (torch.arange(40) >= 3).long().unsqueeze(0)
+    want, _ = dense_generate(model, prompt(37), 20)
+    ParisCache(model, CONFIG)
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=0
+    )
+    assert torch.equal(out[:, 40:], want)
 
 
 def test_our_attention_is_dense_for_any_other_cache() -> None:
@@ -209,8 +276,11 @@ def test_keys_that_the_model_changes_after_the_cache_are_noticed() -> None:
 def test_the_mask_of_one_decoded_token_needs_no_look_at_the_padding() -> None:
     padding = torch.tensor([[False, True, True]])
     arguments = {"batch_size": 1, "kv_length": 3, "attention_mask": padding}
-    assert paris_mask(q_length=1, q_offset=2, **arguments) is None
-    assert paris_mask(q_length=3, q_offset=0, **arguments) is not None
+    mask = paris_mask(q_length=1, q_offset=2, **arguments)
+    assert mask is not None
+    assert torch.equal(mask, padding.view(1, 1, 1, 3))
+    assert mask.data_ptr() == padding.data_ptr()
+    assert paris_mask(q_length=1, q_offset=2, batch_size=1, kv_length=3) is None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])

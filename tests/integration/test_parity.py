@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, dense_generate, prompt, tiny_model
+from tiny_models import FAMILIES, dense_generate, language_model, prompt, tiny_model
 from torch import Tensor
 
 from pariskv import ParisCache, parse_config
 from pariskv.config import Config, GenerationConfig
 from pariskv.decode import Batch, decode, prefill
-from pariskv.integrations.language_model import LanguageModel
-from pariskv.integrations.models import LoadedModel
 
 SINK, LOCAL, U = 4, 8, 8
 NEW = SINK + LOCAL + 4 * U  # three updates at least, from a prompt of one token too
@@ -30,14 +28,6 @@ def covering(retriever: str = "pariskv", sink: int = SINK, local: int = LOCAL, u
             "window": {"sink": sink, "local": local, "update_interval": u, "dense_below": 0},
         }
     )
-
-
-class NoTokenizer:
-    pad_token_id, eos_token_id = 0, None
-
-
-def language_model(model: Any) -> LanguageModel:
-    return LanguageModel(LoadedModel(model, NoTokenizer(), "tiny", None))  # type: ignore[arg-type]
 
 
 def generated(model: Any, ids: Tensor, config: Config, new: int = NEW, mask: Tensor | None = None) -> tuple[Any, Any]:
@@ -149,7 +139,7 @@ def test_chunked_prefill_gives_the_tokens_of_one_chunk(chunk: int) -> None:
 
 @pytest.mark.parametrize("config", [covering(), covering(top_k=10, candidates=0.5)], ids=["covering", "top 10"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
-@pytest.mark.parametrize("chunk", [None, 13])
+@pytest.mark.parametrize("chunk", [None, 13, 23, 69])  # 70 columns: the last two end in a chunk of one token
 def test_a_ragged_batch_gives_each_row_what_it_gets_alone(config: Config, family: str, chunk: int | None) -> None:
     model = tiny_model(family)
     lengths = [3, 41, 70]
@@ -174,6 +164,16 @@ def test_lower_precision_stays_within_rounding(dtype: torch.dtype, tolerance: fl
     _, want = dense_generate(model, ids, 2)
     out, _ = generated(model, ids, covering(), 2)
     torch.testing.assert_close(torch.stack(out.logits, 1), want.float(), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_a_padded_batch_in_tiny_chunks(chunk: int) -> None:
+    model = tiny_model("llama")
+    ids = prompt(16, batch=2)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1, :9] = False
+    want = by_our_loop(model, ids, covering(), 12, None, mask)
+    assert torch.equal(by_our_loop(model, ids, covering(), 12, chunk, mask), want)
 
 
 def test_stages_of_different_retrievers_mix() -> None:

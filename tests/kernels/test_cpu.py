@@ -35,7 +35,8 @@ def test_both_implementations_agree_on_whole_retrievals(
         found.append((table, votes, chosen, scores, best))
     for name, one, two in zip(("table", "votes", "chosen"), found[0], found[1], strict=False):
         assert torch.equal(one, two), name
-    torch.testing.assert_close(found[0][3], found[1][3])
+    largest = float(found[0][3][found[0][2] >= 0].abs().max())
+    torch.testing.assert_close(found[0][3], found[1][3], rtol=0, atol=1e-5 * largest)
     same = (found[0][4] == found[1][4]).float().mean()
     assert same > 0.97  # scores are sums in another order, so neighbours may swap
 
