@@ -109,13 +109,16 @@ def _answer(session: Session, prompt: str, needle: Needle | None, quiet: bool, d
     """Run once, with a progress bar for the prefill and the answer as it comes."""
     answer = session.run_dense if dense else session.run
     label = "dense" if dense else "pariskv"
-    started = False
+    started, space = False, ""
 
     def on_text(piece: str) -> None:
-        nonlocal started
-        if not quiet:
-            print(piece if started else f"{label}: {piece.lstrip()}", end="", flush=True)
-            started = started or bool(piece)
+        # White space waits for what follows, so that an answer does not end in empty lines.
+        nonlocal started, space
+        text = space + piece
+        space = text[len(text.rstrip()) :]
+        if not quiet and text.rstrip():
+            print(text.rstrip() if started else f"{label}: {text.strip()}", end="", flush=True)
+            started = True
 
     with _progress(f"prefill ({label})") as bar:
         run = answer(prompt, needle, on_text, bar)

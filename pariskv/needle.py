@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pariskv.errors import ConfigError
 
 HAY = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-OPENING = "A special magic number is hidden within the following text. Make sure to memorize it.\n"
+OPENING = "A special magic number for the lighthouse is hidden in the following text. Memorize it: I will ask for it.\n"
+NEEDLE = "The special magic number for the lighthouse is: {answer}. "
 QUESTION = (
-    "\nWhat is the special magic number mentioned in the provided text? "
-    "The special magic number mentioned in the provided text is"
+    "\nWhat is the special magic number for the lighthouse mentioned in the provided text? "
+    "The special magic number for the lighthouse mentioned in the provided text is"
 )
 
 CountTokens = Callable[[str], int]
@@ -36,7 +37,7 @@ def needle_prompt(tokens: int, count_tokens: CountTokens, depth: float = 0.5, se
     Raises ConfigError where there is no room for needle and question.
     """
     answer = str(random.Random(seed).randrange(1_000_000, 10_000_000))
-    needle = f"The special magic number is {answer}. "
+    needle = NEEDLE.format(answer=answer)
 
     def text(repeats: int) -> str:
         before = round(depth * repeats)

@@ -27,7 +27,7 @@ def pins() -> dict[str, str]:
 
 def wanted() -> list[str]:
     extras = PROJECT["optional-dependencies"]
-    lines = [*PROJECT["dependencies"], *extras["gguf"], *extras["docs"], *extras["dev"]]
+    lines = [*PROJECT["dependencies"], *extras["cpu"], *extras["gguf"], *extras["docs"], *extras["dev"]]
     return [line for line in lines if not line.startswith("pariskv[")]
 
 
