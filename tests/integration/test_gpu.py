@@ -1,0 +1,65 @@
+"""On a CUDA device: the same tokens as dense attention there, and a step that never asks the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import dense_generate, language_model, prompt, tiny_model
+
+from pariskv import ParisCache, parse_config
+from pariskv.config import GenerationConfig
+from pariskv.decode import Batch, decode, prefill
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+WINDOW = {"sink": 4, "local": 8, "update_interval": 8, "dense_below": 0}
+COVERING = parse_config({"layers": {"default": {"top_k": 4000, "candidates": 1.0}}, "window": WINDOW})
+LOSSY = parse_config({"layers": {"default": {"top_k": 16, "candidates": 0.5}}, "window": WINDOW})
+
+
+def loop(model: Any, ids: torch.Tensor, config: Any, new: int, mask: torch.Tensor | None = None) -> torch.Tensor:
+    lm, batch, cache = language_model(model), Batch(ids, mask), ParisCache(model, config)
+    logits = prefill(lm, cache, batch, new)
+    return torch.tensor(list(decode(lm, cache, batch, logits, GenerationConfig(max_new_tokens=new)))).T
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_covering_budgets_equal_dense_on_the_device(family: str) -> None:
+    model = tiny_model(family).cuda()
+    ids = prompt(150).cuda()
+    want, _ = dense_generate(model, ids, 44)
+    assert torch.equal(loop(model, ids, COVERING, 44), want.cpu())
+
+
+def test_a_ragged_batch_equals_single_rows_on_the_device() -> None:
+    model = tiny_model("llama").cuda()
+    ids = prompt(60, batch=2).cuda()
+    mask = torch.arange(60, device="cuda") >= torch.tensor([[0], [23]], device="cuda")
+    together = loop(model, ids, LOSSY, 40, mask)
+    assert torch.equal(together[1:], loop(model, ids[1:, 23:], LOSSY, 40))
+
+
+def test_the_device_chooses_what_the_cpu_chooses() -> None:
+    model = tiny_model("llama")
+    on_cpu = loop(model, prompt(150), LOSSY, 44)
+    assert torch.equal(loop(model.cuda(), prompt(150).cuda(), LOSSY, 44), on_cpu)
+
+
+def test_a_step_has_no_host_synchronisation() -> None:
+    model = tiny_model("llama", torch.float32).cuda()
+    lm, ids = language_model(model), prompt(150).cuda()
+    cache = ParisCache(model, LOSSY)
+    prefill(lm, cache, Batch(ids), 20)
+    token, positions = ids[:, -1:], torch.full((1, 1), 150, device="cuda")
+    with torch.no_grad():
+        for step in range(3):
+            torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step fills caches of constants
+            try:
+                lm.forward(token, positions + step, None, cache)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            cache.end_step()
