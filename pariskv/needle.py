@@ -1,4 +1,7 @@
-"""The needle test: a haystack of a given length, one sentence in it that matters, one question."""
+"""The needle test: a haystack of a given length, one sentence in it that matters, one question.
+
+The form is that of RULER's first task (arXiv 2404.06654): repeated hay, a seven-digit number, a named key.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from dataclasses import dataclass
 from pariskv.errors import ConfigError
 
 HAY = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-OPENING = "A special magic number for the lighthouse is hidden in the following text. Memorize it: I will ask for it.\n"
-NEEDLE = "The special magic number for the lighthouse is: {answer}. "
+OPENING = (
+    "Some special magic numbers are hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the numbers afterwards.\n"
+)
+NEEDLE = "One of the special magic numbers for long-context is: {answer}. "
 QUESTION = (
-    "\nWhat is the special magic number for the lighthouse mentioned in the provided text? "
-    "The special magic number for the lighthouse mentioned in the provided text is"
+    "\nWhat are all the special magic numbers for long-context mentioned in the provided text? "
+    "The special magic numbers for long-context mentioned in the provided text are"
 )
 
 CountTokens = Callable[[str], int]

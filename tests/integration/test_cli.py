@@ -143,7 +143,7 @@ BAD = {
     "unknown model": (["run", "{config}", "model.name=no/such-model", "--prompt", "w1"], r"no/such-model"),
     "no such device here": (["run", "{config}", "model.device=meta", "--prompt", "w1"], r"cpu, cuda or mps only"),
     "a huge layer range": (
-        ["run", "{config}", "layers.0-3000000.top_k=3"],
+        ["run", "{config}", "layers.0-3000000.top_k=3", "--prompt", "w1"],
         r"the model has 1 layers",
     ),
     "unknown device": (["run", "{config}", "model.device=abacus", "--prompt", "w1"], r"abacus"),

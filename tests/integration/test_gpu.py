@@ -49,6 +49,7 @@ def test_the_device_chooses_what_the_cpu_chooses() -> None:
     assert torch.equal(loop(model.cuda(), prompt(150).cuda(), LOSSY, 44), on_cpu)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_has_no_host_synchronisation() -> None:
     model = tiny_model("llama", torch.float32).cuda()
     lm, ids = language_model(model), prompt(150).cuda()

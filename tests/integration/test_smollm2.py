@@ -45,7 +45,7 @@ def needle_run(tokens: int, depth: float, seed: int, *more: str) -> dict[str, An
     arguments += [f"quickstart.prompt_tokens={tokens}", f"quickstart.depth={depth}", f"quickstart.seed={seed}"]
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        main([*arguments, "--compare", "dense", "--json", "--max-new-tokens", "16", *more])
+        main([*arguments, "--compare", "dense", "--json", "--max-new-tokens", "24", *more])
     return dict(json.loads(out.getvalue()))
 
 
