@@ -26,6 +26,8 @@ from pariskv.structured import (
     type_name,
 )
 
+MOST_LAYERS = 10_000
+
 DEFAULT = "default"
 """The key under `layers:` that the other keys inherit from."""
 
@@ -179,6 +181,8 @@ def layer_range(key: str) -> range:
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
         raise ConfigError(f"layers.{key}: the range is reversed, write {last}-{first}")
+    if last >= MOST_LAYERS:
+        raise ConfigError(f"layers.{key}: wanted layers below {MOST_LAYERS}, no model has that many")
     return range(first, last + 1)
 
 

@@ -144,7 +144,7 @@ BAD = {
     "no such device here": (["run", "{config}", "model.device=meta", "--prompt", "w1"], r"cpu, cuda or mps only"),
     "a huge layer range": (
         ["run", "{config}", "layers.0-3000000.top_k=3", "--prompt", "w1"],
-        r"the model has 1 layers",
+        r"layers\.0-3000000: wanted layers below 10000",
     ),
     "unknown device": (["run", "{config}", "model.device=abacus", "--prompt", "w1"], r"abacus"),
     "unknown comparison": (["run", "{config}", "--compare", "sparse"], r"--compare: got 'sparse', wanted dense"),
