@@ -221,3 +221,34 @@ def test_top_k_zero_attends_to_sink_and_ring_alone() -> None:
     assert int(layer.selected) == 0
     want, _ = dense_generate(model, prompt(90), NEW)
     assert not torch.equal(out.sequences[:, 90:], want)
+
+
+def test_our_loop_ends_each_row_at_its_own_end_of_sequence() -> None:
+    model = tiny_model("llama")
+    ids = torch.cat((prompt(40, seed=1), prompt(40, seed=2)))
+    free = by_our_loop(model, ids, covering(), 40)
+    eos = int(free[0, 5])
+    lm, batch, cache = language_model(model), Batch(ids), ParisCache(model, covering())
+    lm.eos_ids = (eos,)
+    logits = prefill(lm, cache, batch, 40)
+    steps = list(decode(lm, cache, batch, logits, GenerationConfig(max_new_tokens=40)))
+    for row in range(2):
+        tokens = free[row].tolist()
+        end = tokens.index(eos) + 1 if eos in tokens else 40
+        assert [step[row] for step in steps] == (tokens[:end] + [None] * 40)[: len(steps)]
+        # The token that ended the row is not written.
+        assert cache.request.layers[0].lengths[row] == 40 + end - 1
+
+
+def test_sampling_gives_a_row_the_same_tokens_in_any_batch() -> None:
+    model = tiny_model("llama")
+    settings = GenerationConfig(max_new_tokens=20, temperature=0.9, top_p=0.8, seed=3)
+
+    def sampled(ids: Tensor) -> Tensor:
+        lm, batch, cache = language_model(model), Batch(ids), ParisCache(model, covering())
+        return torch.tensor(list(decode(lm, cache, batch, prefill(lm, cache, batch, 20), settings))).T
+
+    ids = torch.cat((prompt(30, seed=1), prompt(30, seed=2)))
+    together = sampled(ids)
+    assert torch.equal(together[1:], sampled(ids[1:]))
+    assert not torch.equal(together, by_our_loop(model, ids, covering(), 20))
