@@ -144,6 +144,7 @@ def decode_step(model: Model, cache: DecodeCache, tokens: Tensor, positions: Ten
     return logits
 
 
+@torch.inference_mode()
 def attend_layer(layer: LayerState, heads: Tensor) -> tuple[Tensor, Tensor]:
     """One layer of one decode step: what the queries [B, H, G, D] find in the history.
 

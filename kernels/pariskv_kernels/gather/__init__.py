@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pariskv_kernels.checks import check_dtype, check_shape
+from pariskv_kernels.cpu import is_compiled_for
 from pariskv_kernels.gather import naive
 
 
@@ -25,4 +26,8 @@ def gather_rows(rows: Tensor, indices: Tensor, out: Tensor) -> Tensor:
     check_shape("indices", indices, batch, heads, None)
     check_dtype("out", out, rows.dtype)
     check_shape("out", out, batch, heads, indices.shape[2], 2, head_dim)
+    if is_compiled_for(rows, indices, out):
+        from pariskv_kernels.gather import cpu
+
+        return cpu.gather_rows(rows, indices, out)
     return naive.gather_rows(rows, indices, out)

@@ -10,7 +10,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from pariskv_kernels.rerank.naive import byte_products
+from pariskv_kernels.quantizer import level_table
 
 
 @lru_cache
@@ -21,21 +21,34 @@ def half_values() -> np.ndarray:
 
 def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     scores = torch.empty(indices.shape, dtype=torch.float32)
-    products = byte_products(rotated, rotated.shape[2] // weights.shape[3])
+    levels = level_table(rotated.shape[2] // weights.shape[3], rotated.device)
     bits = weights.view(torch.int16).numpy().view(np.uint16)
     factor = np.float32(1 / math.sqrt(rotated.shape[2]))
-    _estimates(products.numpy(), codes.numpy(), bits, half_values(), indices.numpy(), factor, scores.numpy())
+    _estimates(
+        rotated.numpy(), levels.numpy(), codes.numpy(), bits, half_values(), indices.numpy(), factor, scores.numpy()
+    )
     return scores
 
 
 @njit(cache=True, nogil=True)
-def _estimates(products, codes, weights, halves, indices, factor, scores):  # type: ignore[no-untyped-def]
+def _products(query, levels, table):  # type: ignore[no-untyped-def]
+    """What each value of each code byte adds to the estimate, [P / 2, 256]."""
+    for j in range(table.shape[0]):
+        for high in range(16):
+            part = query[2 * j + 1] * levels[high]
+            for low in range(16):
+                table[j, 16 * high + low] = part + query[2 * j] * levels[low]
+
+
+@njit(cache=True, nogil=True)
+def _estimates(rotated, levels, codes, weights, halves, indices, factor, scores):  # type: ignore[no-untyped-def]
     batch, heads, num_candidates = indices.shape
-    subspaces = weights.shape[3]
-    bytes_each = codes.shape[3] // subspaces
+    subspaces, num_bytes = weights.shape[3], codes.shape[3]
+    bytes_each = num_bytes // subspaces
+    table = np.empty((num_bytes, 256), np.float32)
     for b in range(batch):
         for h in range(heads):
-            table = products[b, h]
+            _products(rotated[b, h], levels, table)
             for c in range(num_candidates):
                 n = indices[b, h, c]
                 if n < 0:
@@ -44,8 +57,10 @@ def _estimates(products, codes, weights, halves, indices, factor, scores):  # ty
                 row, row_weights = codes[b, h, n], weights[b, h, n]
                 total = np.float32(0.0)
                 for s in range(subspaces):
-                    block = np.float32(0.0)
-                    for j in range(s * bytes_each, (s + 1) * bytes_each):
-                        block += table[j, row[j]]
+                    j = s * bytes_each
+                    block = table[j, row[j]] + table[j + 1, row[j + 1]]
+                    if bytes_each == 4:
+                        # Two short chains of additions: the processor does them side by side.
+                        block += table[j + 2, row[j + 2]] + table[j + 3, row[j + 3]]
                     total += block * halves[row_weights[s]]
                 scores[b, h, c] = total * factor
