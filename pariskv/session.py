@@ -49,6 +49,7 @@ class Session:
         refuse_what_is_not_there(config)
         self.model = model
         self.config = config
+        self._is_warm = False
 
     @classmethod
     def load(cls, config: Config | str | Path | None = None, overrides: Sequence[str] = ()) -> Session:
@@ -190,6 +191,9 @@ class Session:
             rows, prompt_tokens = batch.tokens.shape
             need = cache.estimate(rows, prompt_tokens, self.config.generation.max_new_tokens)
             refuse_if_too_large(need, self.model.device)
+        if not self._is_warm:
+            cache.warm_up()
+            self._is_warm = True
         return cache
 
     def _chunk(self, batch: Batch) -> int | None:

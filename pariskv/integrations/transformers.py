@@ -33,6 +33,7 @@ from pariskv.layer import HEADROOM, LayerState
 from pariskv.memory import Estimate, estimate
 from pariskv.registry import Registry
 from pariskv.types import LayerInfo
+from pariskv.warmup import warm_up
 
 ATTENTION = "pariskv"
 """Our name in transformers' attention and mask interfaces."""
@@ -91,6 +92,11 @@ class ParisCache(Cache):
 
     def end_step(self) -> None:
         self.request.end_step()
+
+    def warm_up(self) -> None:
+        """Let every stage compile what it compiles at its first call."""
+        first = min(self.request.pipelines)
+        warm_up(self.geometry.expected_info(first, 1), self.request.pipelines.values())
 
     def estimate(self, batch: int, prompt_tokens: int, new_tokens: int) -> Estimate:
         """What a request of `batch` rows would take, before anything is allocated."""

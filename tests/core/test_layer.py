@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from pariskv.errors import ModelError
 from pariskv.layer import LayerState, Request
 from pariskv.registry import Registry, Source
 from pariskv.types import TOKENS, Tensors
+from pariskv.warmup import warm_up
 from pariskv.window import Window
 
 H, G, D = 2, 3, 16
@@ -220,6 +222,22 @@ def test_a_layer_that_indexes_the_prompt_only_keeps_the_rest_dense() -> None:
             out, want = driver.step()
             torch.testing.assert_close(out, want)
         assert layer.zones == [Window(8, 3, 4).zone(columns)]
+
+
+@pytest.mark.parametrize("retriever", ["pariskv", "exact", "dense"])
+def test_a_warm_up_runs_every_stage_and_leaves_nothing(retriever: str) -> None:
+    called = []
+    bound = pipeline(retriever)
+
+    def seen(name: str, stage: Any) -> Any:
+        return lambda *arguments: called.append(name) or stage(*arguments)
+
+    stages = ("coarse_select", "rerank", "fetch", "update", "attend")
+    wanted = [name for name in stages if getattr(bound, name) is not None]
+    bound = replace(bound, **{name: seen(name, getattr(bound, name)) for name in wanted})
+    info = LayerInfo(0, 3, H, G, D, torch.float32, torch.device("cpu"), D**-0.5)
+    warm_up(info, [bound, bound])
+    assert sorted(called) == sorted(wanted)
 
 
 def test_padding_anywhere_but_on_the_left_is_refused() -> None:
