@@ -272,12 +272,17 @@ def test_ctrl_c_prints_what_there_is_and_exits_with_130(config: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        # What runs in the background of a shell ignores SIGINT, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
     )
     assert process.stdout is not None
-    first = process.stdout.read(len("pariskv: w"))
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    rest, error = process.communicate(timeout=60)
+    try:
+        first = process.stdout.read(len("pariskv: w"))
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        rest, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert first == "pariskv: w", error
     assert process.returncode == 130
     assert "tokens attended per step" in rest

@@ -1,7 +1,8 @@
 """The real default model, through `pariskv run`: it finds what dense attention finds, at dense attention's speed.
 
-The whole check (`python tests/integration/test_smollm2.py`, a quarter of an hour) runs eight needles at
-4,000 and at 7,500 tokens; the suite runs one size that fits CI.
+By hand, in the environment that `make` made: `python tests/integration/test_smollm2.py` runs eight needles at
+4,000 and eight at 7,500 tokens (a quarter of an hour), `... speed` times the quickstart's prompt beside
+transformers' own `generate()`. The suite runs one size that fits CI.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ import io
 import json
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
+from pariskv import Session
 from pariskv.cli import main
+from pariskv.config import GenerationConfig
+from pariskv.decode import Batch, decode, prefill
 from pariskv.integrations.models import DEFAULT_MODEL, local_path, resolve_model
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +87,57 @@ def whole_check() -> None:
         print(f"{tokens} tokens: pariskv found {ours} of {len(DEPTHS)}, dense {dense}", flush=True)
 
 
+def speed_check(rounds: int = 3, steps: int = 40) -> None:
+    """Prefill and decode of the quickstart's prompt beside transformers' own `generate()` with a DynamicCache."""
+    session = Session.load(ROOT / "configs/smollm2.yaml")
+    session.model.eos_ids = ()
+    batch = session.model.encode([session.needle().prompt])
+    session.model.new_cache(session.config).warm_up()
+    for _ in range(rounds):
+        ours, theirs = our_times(session, batch, steps), generate_times(session, batch, steps)
+        print(
+            f"{batch.tokens.shape[1]} tokens: prefill {ours[0]:.2f} s against {theirs[0]:.2f} s "
+            f"({ours[0] / theirs[0]:.2f} x), decode {ours[1] * 1e3:.0f} ms a token against {theirs[1] * 1e3:.0f} ms "
+            f"({theirs[1] / ours[1]:.2f} x as fast)",
+            flush=True,
+        )
+
+
+def our_times(session: Session, batch: Batch, steps: int) -> tuple[float, float]:
+    """Seconds to the first token, and the median of a decode step."""
+    cache, settings = session.model.new_cache(session.config), GenerationConfig(max_new_tokens=steps)
+    times = [time.perf_counter()]
+    logits = prefill(session.model, cache, batch, steps)
+    for _ in decode(session.model, cache, batch, logits, settings):
+        times.append(time.perf_counter())
+    return times[1] - times[0], median(later - earlier for earlier, later in pairwise(times[1:]))
+
+
+def generate_times(session: Session, batch: Batch, steps: int) -> tuple[float, float]:
+    from transformers import DynamicCache
+    from transformers.generation.streamers import BaseStreamer
+
+    class Clock(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            times.append(time.perf_counter())
+
+        def end(self) -> None:
+            """Nothing to flush."""
+
+    model, times = session.model.model, []
+    model.set_attn_implementation("sdpa")
+    model.generate(
+        batch.tokens,
+        attention_mask=torch.ones_like(batch.tokens),
+        cache=DynamicCache(config=model.config),
+        max_new_tokens=steps,
+        min_new_tokens=steps,
+        do_sample=False,
+        streamer=Clock(),
+    )
+    # The streamer gets the prompt first, then every token.
+    return times[1] - times[0], median(later - earlier for earlier, later in pairwise(times[1:]))
+
+
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "plugins"), str(ROOT / "kernels")]
-    whole_check()
+    speed_check() if sys.argv[1:] == ["speed"] else whole_check()
