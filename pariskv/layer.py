@@ -217,12 +217,14 @@ class LayerState:
         starts = [self.zones[row] for row in rows]
         self._reserve(max(starts) + tokens)
         pairs = [self._read(row, self.window.sink + start, tokens) for row, start in zip(rows, starts, strict=True)]
-        keys = torch.stack([keys for keys, _ in pairs])
-        values = torch.stack([values for _, values in pairs])
+        keys = _as_batch([keys for keys, _ in pairs])
+        values = _as_batch([values for _, values in pairs])
         for encoder in self.pipeline.encoders:
             fitted = self._fitted[encoder.name]
             ready = [i for i, row in enumerate(rows) if encoder.fit is None or row in fitted]
-            if ready:
+            if len(ready) == len(rows):
+                self._encode(encoder, rows, starts, keys, values)
+            elif ready:
                 self._encode(encoder, [rows[i] for i in ready], [starts[i] for i in ready], keys[ready], values[ready])
         assert self.store is not None
         assert self.pipeline.update is not None
@@ -338,3 +340,8 @@ class LayerState:
 def _split(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [H, n, 2, D] as keys and values [H, n, D]."""
     return rows[:, :, 0], rows[:, :, 1]
+
+
+def _as_batch(rows: list[Tensor]) -> Tensor:
+    """Rows as one tensor [R, ...]; a single row, a prompt's usual case, is not copied."""
+    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
