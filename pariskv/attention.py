@@ -61,8 +61,7 @@ def attend(query: Query, working: WorkingSet, selected: Selected | None) -> tupl
 def zero_where_unused(values: Tensor, valid: Tensor) -> Tensor:
     """The values [..., M, D] where valid [..., M], else 0: a product with a weight of 0 would keep a NaN.
 
-    An AND of the bits is this selection, and four times as fast on a CPU as `where` (170 against 40 µs
-    for 3 x 704 x 64 float32).
+    An AND of the bits is this selection, and cheaper on a CPU than `where` with a mask that is broadcast.
     """
     bits = values.view(BITS[values.element_size()])
     return (bits & -valid.to(bits.dtype).unsqueeze(-1)).view(values.dtype)

@@ -1,7 +1,7 @@
 """Whether a call goes to a kernel's `cpu.py`: compiled by Numba where that is installed (extra `[cpu]`).
 
-The compiled loops give what `naive.py` gives, in a third of the time or less for one step's small
-tensors, where PyTorch spends most of it on dispatching operations.
+The compiled loops give what `naive.py` gives, without dispatching some two hundred operations on one
+step's small tensors.
 """
 
 from __future__ import annotations
