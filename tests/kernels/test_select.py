@@ -6,10 +6,19 @@ import math
 
 import pytest
 import torch
+from pariskv_kernels.collide import Votes
 from pariskv_kernels.select import compact, select_by_scores, select_by_votes
 from torch import Tensor
 
 INF, NAN = math.inf, math.nan
+
+
+def counted(votes: Tensor, lengths: Tensor, max_vote: int) -> Votes:
+    """Votes with the histogram of what is valid, as `collide` gives them."""
+    histogram = torch.zeros(*votes.shape[:2], max_vote + 1, dtype=torch.int32)
+    for b, h in ((b, h) for b in range(votes.shape[0]) for h in range(votes.shape[1])):
+        histogram[b, h] = torch.bincount(votes[b, h, : int(lengths[b])], minlength=max_vote + 1)
+    return Votes(votes, histogram)
 
 
 def padded(values: list[int], width: int) -> list[int]:
@@ -36,7 +45,8 @@ def test_the_highest_votes_are_selected_ties_to_the_lower_position(N: int, max_v
     lengths = torch.tensor([N, N // 2, 0, max(N - 1, 1)], dtype=torch.int32)
     for counts in ([N, N // 4, 0, 1], [1, N, N, N // 2], [0, 0, 0, 0]):
         width = max(counts) + 3
-        got = select_by_votes(votes, torch.tensor(counts, dtype=torch.int32), lengths, width, max_vote)
+        count = torch.tensor(counts, dtype=torch.int32)
+        got = select_by_votes(counted(votes, lengths, max_vote), count, lengths, width)
         assert got.dtype == torch.int32
         for b, h in ((b, h) for b in range(4) for h in range(2)):
             wanted = best_votes(votes[b, h].tolist(), counts[b], int(lengths[b]), width)
@@ -45,24 +55,25 @@ def test_the_highest_votes_are_selected_ties_to_the_lower_position(N: int, max_v
 
 def test_all_ties_select_the_first() -> None:
     votes = torch.full((1, 2, 100), 7, dtype=torch.int32)
-    got = select_by_votes(votes, torch.tensor([10], dtype=torch.int32), torch.tensor([90], dtype=torch.int32), 12, 48)
+    count, lengths = torch.tensor([10], dtype=torch.int32), torch.tensor([90], dtype=torch.int32)
+    got = select_by_votes(counted(votes, lengths, 48), count, lengths, 12)
     assert got.tolist() == [[[*range(10), -1, -1]] * 2]
 
 
 def test_the_votes_of_unused_positions_are_not_read() -> None:
     votes = torch.randint(0, 49, (2, 1, 50), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     count, lengths = torch.tensor([9, 9], dtype=torch.int32), torch.tensor([20, 5], dtype=torch.int32)
-    wanted = select_by_votes(votes, count, lengths, 10, 48)
+    wanted = select_by_votes(counted(votes, lengths, 48), count, lengths, 10)
     for poison in (-(2**31), -1, 49, 2**31 - 1):
         poisoned = votes.clone()
         poisoned[0, :, 20:], poisoned[1, :, 5:] = poison, poison
-        assert torch.equal(select_by_votes(poisoned, count, lengths, 10, 48), wanted)
+        assert torch.equal(select_by_votes(counted(poisoned, lengths, 48), count, lengths, 10), wanted)
 
 
 def test_a_width_of_nothing_is_legal() -> None:
     votes = torch.zeros(1, 1, 5, dtype=torch.int32)
     none = torch.zeros(1, dtype=torch.int32)
-    assert select_by_votes(votes, none, none + 5, 0, 48).shape == (1, 1, 0)
+    assert select_by_votes(counted(votes, none + 5, 48), none, none + 5, 0).shape == (1, 1, 0)
     assert select_by_scores(votes.float(), votes, 0).shape == (1, 1, 0)
     assert select_by_scores(votes[..., :0].float(), votes[..., :0], 2).tolist() == [[[-1, -1]]]
 
@@ -126,20 +137,21 @@ def test_compact_keeps_the_order_and_drops_the_last(N: int) -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    votes, count = torch.zeros(1, 1, 5, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    scores, count = torch.zeros(1, 1, 5, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    votes = counted(scores, count, 48)
     with pytest.raises(TypeError, match=r"^votes"):
-        select_by_votes(votes.float(), count, count, 1, 48)
+        select_by_votes(Votes(scores.float(), votes.histogram), count, count, 1)
     with pytest.raises(ValueError, match=r"^count"):
-        select_by_votes(votes, count.repeat(2), count, 1, 48)
+        select_by_votes(votes, count.repeat(2), count, 1)
     with pytest.raises(ValueError, match=r"^lengths"):
-        select_by_votes(votes, count, count.repeat(2), 1, 48)
+        select_by_votes(votes, count, count.repeat(2), 1)
     with pytest.raises(ValueError, match=r"^width: wanted 0 or more, got -1"):
-        select_by_votes(votes, count, count, -1, 48)
+        select_by_votes(votes, count, count, -1)
     with pytest.raises(TypeError, match=r"^scores"):
-        select_by_scores(votes, votes, 1)
+        select_by_scores(scores, scores, 1)
     with pytest.raises(TypeError, match=r"^candidates"):
-        select_by_scores(votes.float(), votes.long(), 1)
+        select_by_scores(scores.float(), scores.long(), 1)
     with pytest.raises(ValueError, match=r"^candidates"):
-        select_by_scores(votes.float(), votes[..., :4], 1)
+        select_by_scores(scores.float(), scores[..., :4], 1)
     with pytest.raises(TypeError, match=r"^keep"):
-        compact(votes, 1)
+        compact(scores, 1)

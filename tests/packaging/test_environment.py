@@ -27,7 +27,7 @@ def pins() -> dict[str, str]:
 
 def wanted() -> list[str]:
     extras = PROJECT["optional-dependencies"]
-    lines = [*PROJECT["dependencies"], *extras["cpu"], *extras["gguf"], *extras["docs"], *extras["dev"]]
+    lines = [*PROJECT["dependencies"], *(line for extra in extras.values() for line in extra)]
     return [line for line in lines if not line.startswith("pariskv[")]
 
 

@@ -7,15 +7,20 @@ from torch import Tensor
 
 from pariskv_kernels.checks import check_dtype, check_shape
 from pariskv_kernels.collide import naive
+from pariskv_kernels.collide.naive import Votes
 from pariskv_kernels.cpu import is_compiled_for
+from pariskv_kernels.launch import is_on_gpu
+from pariskv_kernels.tiers import MAX_WEIGHT
+
+__all__ = ["Votes", "collide"]
 
 
-def collision_count(signs: Tensor, table: Tensor) -> Tensor:
-    """Weighted votes of each key.
+def collide(signs: Tensor, table: Tensor, lengths: Tensor, max_weight: int = MAX_WEIGHT) -> Votes:
+    """Weighted votes of each key, and how many keys have each number of votes.
 
-    signs    [B, H, S, N]    uint8, one bit-packed sign pattern per subspace
-    table    [B, H, S, 2^m]  uint8, weight 0-6 of each pattern for this query
-    returns  [B, H, N]       int32, at most 6 * S
+    signs       [B, H, S, N]    uint8, one bit-packed sign pattern per subspace
+    table       [B, H, S, 2^m]  uint8, weight 0 to max_weight of each pattern for this query
+    lengths     [B]             int32, valid keys of each row
 
     Raises TypeError or ValueError naming the argument.
     Source: ParisKV (arXiv 2602.07721), section 3.2; `naive.py` is the definition.
@@ -24,8 +29,13 @@ def collision_count(signs: Tensor, table: Tensor) -> Tensor:
     check_shape("signs", signs, None, None, None, None)
     check_dtype("table", table, torch.uint8)
     check_shape("table", table, *signs.shape[:3], None)
-    if is_compiled_for(signs, table):
+    check_shape("lengths", lengths, signs.shape[0])
+    if is_compiled_for(signs, table, lengths):
         from pariskv_kernels.collide import cpu
 
-        return cpu.collision_count(signs, table)
-    return naive.collision_count(signs, table)
+        return cpu.collide(signs, table, lengths, max_weight)
+    if is_on_gpu(signs, table, lengths):
+        from pariskv_kernels.collide import cuda
+
+        return cuda.collide(signs, table, lengths, max_weight)
+    return naive.collide(signs, table, lengths, max_weight)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from pariskv_kernels.checks import check_float, check_shape, check_subspace_dim
+from pariskv_kernels.cpu import is_compiled_for
 from pariskv_kernels.encode import naive
 from pariskv_kernels.encode.naive import KeyCodes
+from pariskv_kernels.launch import is_on_gpu
 from pariskv_kernels.srht import padded_dim
 
 __all__ = ["KeyCodes", "encode_keys"]
@@ -28,4 +31,12 @@ def encode_keys(keys: Tensor, subspace_dim: int, seed: int = 42) -> KeyCodes:
     check_subspace_dim(subspace_dim)
     if padded_dim(keys.shape[-1]) < subspace_dim:
         raise ValueError(f"keys: wanted heads of more than {subspace_dim // 2} coordinates, got {keys.shape[-1]}")
+    if is_compiled_for(keys):
+        from pariskv_kernels.encode import cpu
+
+        return cpu.encode_keys(keys, subspace_dim, seed)
+    if keys.dtype != torch.float64 and is_on_gpu(keys):
+        from pariskv_kernels.encode import cuda
+
+        return cuda.encode_keys(keys, subspace_dim, seed)
     return naive.encode_keys(keys, subspace_dim, seed)

@@ -50,7 +50,8 @@ def encode_block(keys: Tensor, subspace_dim: int, seed: int) -> KeyCodes:
     bits = torch.arange(subspace_dim, dtype=torch.uint8, device=keys.device).unsqueeze(1)
     signs = tree_sum(negative << bits, dim=3)
 
-    radius = tree_sum(z * z, dim=3).sqrt()
+    # By way of float64, since a vector library's float32 root may be off by a bit, and not on every machine alike.
+    radius = tree_sum(z * z, dim=3).double().sqrt().float()
     u = z.abs() / radius.unsqueeze(3)
     magnitude = torch.zeros_like(negative)
     for threshold in lloyd_max(subspace_dim).thresholds:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pariskv_kernels.checks import check_dtype, check_shape, check_subspace_dim
 from pariskv_kernels.cpu import is_compiled_for
+from pariskv_kernels.launch import is_on_gpu
 from pariskv_kernels.rerank import naive
 
 
@@ -36,4 +37,8 @@ def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Te
         from pariskv_kernels.rerank import cpu
 
         return cpu.estimate_scores(rotated, codes, weights, indices)
+    if weights.shape[3] % 2 == 0 and is_on_gpu(rotated, codes, weights, indices):
+        from pariskv_kernels.rerank import cuda
+
+        return cuda.estimate_scores(rotated, codes, weights, indices)
     return naive.estimate_scores(rotated, codes, weights, indices)

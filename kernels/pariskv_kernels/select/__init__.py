@@ -6,31 +6,38 @@ import torch
 from torch import Tensor
 
 from pariskv_kernels.checks import check_dtype, check_float, check_shape
+from pariskv_kernels.collide import Votes
 from pariskv_kernels.cpu import is_compiled_for
+from pariskv_kernels.launch import is_on_gpu
 from pariskv_kernels.select import naive
 
 
-def select_by_votes(votes: Tensor, count: Tensor, lengths: Tensor, width: int, max_vote: int) -> Tensor:
+def select_by_votes(votes: Votes, count: Tensor, lengths: Tensor, width: int) -> Tensor:
     """Positions of each row's `count` highest votes, equal votes to the lower position.
 
-    votes     [B, H, N]  int32, 0 to max_vote; anything at and past the row's length
+    votes     of `collide`, over N tokens; anything at and past the row's length
     count     [B]        int32, at most width; where a row holds fewer positions, all of them
-    lengths   [B]        int32, valid positions of the row
+    lengths   [B]        int32, valid positions of the row, those that the histogram counts
     returns   [B, H, width] int32, ascending, then -1
 
     Raises TypeError or ValueError naming the argument.
     Source: ParisKV (arXiv 2602.07721), section 3.2 (bucket select); `naive.py` is the definition.
     """
-    check_dtype("votes", votes, torch.int32)
-    check_shape("votes", votes, None, None, None)
-    check_shape("count", count, votes.shape[0])
-    check_shape("lengths", lengths, votes.shape[0])
+    check_dtype("votes.votes", votes.votes, torch.uint8, torch.int32)
+    check_shape("votes.votes", votes.votes, None, None, None)
+    check_shape("votes.histogram", votes.histogram, *votes.votes.shape[:2], None)
+    check_shape("count", count, votes.votes.shape[0])
+    check_shape("lengths", lengths, votes.votes.shape[0])
     check_width(width)
-    if is_compiled_for(votes, count, lengths):
+    if is_compiled_for(votes.votes, count, lengths):
         from pariskv_kernels.select import cpu
 
-        return cpu.select_by_votes(votes, count, lengths, width, max_vote)
-    return naive.select_by_votes(votes, count, lengths, width, max_vote)
+        return cpu.select_by_votes(votes, count, lengths, width)
+    if is_on_gpu(votes.votes, count, lengths):
+        from pariskv_kernels.select import cuda
+
+        return cuda.select_by_votes(votes, count, lengths, width)
+    return naive.select_by_votes(votes, count, lengths, width)
 
 
 def select_by_scores(scores: Tensor, candidates: Tensor, width: int, count: Tensor | None = None) -> Tensor:
@@ -55,6 +62,10 @@ def select_by_scores(scores: Tensor, candidates: Tensor, width: int, count: Tens
         from pariskv_kernels.select import cpu
 
         return cpu.select_by_scores(scores, candidates, width, count)
+    if scores.dtype == torch.float32 and is_on_gpu(scores, candidates):
+        from pariskv_kernels.select import cuda
+
+        return cuda.select_by_scores(scores, candidates, width, count)
     return naive.select_by_scores(scores, candidates, width, count)
 
 

@@ -7,10 +7,12 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from pariskv_kernels.collide.naive import Votes
 
-def select_by_votes(votes: Tensor, count: Tensor, lengths: Tensor, width: int, max_vote: int) -> Tensor:
-    out = torch.full((*votes.shape[:2], width), -1, dtype=torch.int32)
-    _by_votes(votes.numpy(), count.numpy(), lengths.numpy(), max_vote, out.numpy())
+
+def select_by_votes(votes: Votes, count: Tensor, lengths: Tensor, width: int) -> Tensor:
+    out = torch.full((*votes.votes.shape[:2], width), -1, dtype=torch.int32)
+    _by_votes(votes.votes.numpy(), votes.histogram.numpy(), count.numpy(), lengths.numpy(), out.numpy())
     return out
 
 
@@ -22,21 +24,17 @@ def select_by_scores(scores: Tensor, candidates: Tensor, width: int, count: Tens
 
 
 @njit(cache=True, nogil=True)
-def _by_votes(votes, count, lengths, max_vote, out):  # type: ignore[no-untyped-def]
-    """A histogram gives the lowest vote that is taken; a second pass takes everything above, and the first ties."""
+def _by_votes(votes, histogram, count, lengths, out):  # type: ignore[no-untyped-def]
+    """The histogram gives the lowest vote that is taken; a pass takes everything above, and the first ties."""
     batch, heads, num_tokens = votes.shape
-    histogram = np.empty(max_vote + 1, np.int64)
     for b in range(batch):
         length = min(lengths[b], num_tokens)
         wanted = min(count[b], length, out.shape[2])
         for h in range(heads):
-            row, chosen = votes[b, h], out[b, h]
-            histogram[:] = 0
-            for n in range(length):
-                histogram[row[n]] += 1
-            threshold, above = max_vote, np.int64(0)
-            while threshold > 0 and above + histogram[threshold] < wanted:
-                above += histogram[threshold]
+            row, chosen, bins = votes[b, h], out[b, h], histogram[b, h]
+            threshold, above = bins.shape[0] - 1, np.int64(0)
+            while threshold > 0 and above + bins[threshold] < wanted:
+                above += bins[threshold]
                 threshold -= 1
             ties, place = wanted - above, 0
             for n in range(length):

@@ -5,32 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-INT32_END = 2**31
+from pariskv_kernels.collide.naive import Votes
 
 
-def select_by_votes(votes: Tensor, count: Tensor, lengths: Tensor, width: int, max_vote: int) -> Tensor:
-    """Order tokens by vote, then position, in one integer; find the lowest that is taken; compact."""
-    num_tokens = votes.shape[-1]
-    dtype = torch.int32 if (max_vote + 1) * num_tokens < INT32_END else torch.int64
-    positions = torch.arange(num_tokens, dtype=torch.int32, device=votes.device)
-    rank = votes.to(dtype) * num_tokens + (num_tokens - 1 - positions)
-    rank = torch.where(positions < lengths.view(-1, 1, 1), rank, -1)
-    threshold = lowest_taken(rank, count, width).clamp(min=0)
-    return move_to_front(rank >= threshold, width, positions.expand(votes.shape))
-
-
-def lowest_taken(rank: Tensor, count: Tensor, width: int) -> Tensor:
-    """The count[b]-th highest of rank [B, H, N], [B, H, 1]; below 0 where there are fewer.
-
-    topk takes the same number in every row, so a row that wants fewer gets stand-ins above all others.
-    """
-    if width == 0:
-        return rank.new_full((*rank.shape[:2], 1), torch.iinfo(rank.dtype).max)
-    missing = width - count.view(-1, 1, 1)
-    slots = torch.arange(width, dtype=torch.int32, device=rank.device)
-    stand_ins = torch.where(slots < missing, torch.iinfo(rank.dtype).max, -1).to(rank.dtype)
-    extended = torch.cat((rank, stand_ins.expand(*rank.shape[:2], width)), dim=-1)
-    return extended.topk(width, sorted=False).values.amin(-1, keepdim=True)
+def select_by_votes(votes: Votes, count: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """The histogram gives the lowest number of votes that is taken; then compact."""
+    tokens, bins = votes.votes.shape[-1], votes.histogram.shape[-1]
+    from_here_up = votes.histogram.flip(-1).cumsum(-1).flip(-1)  # [B, H, bins], keys with at least so many votes
+    wanted = torch.minimum(count, lengths).clamp(max=width).view(-1, 1, 1)
+    threshold = ((from_here_up >= wanted).sum(-1, keepdim=True) - 1).clamp(min=0)
+    above = from_here_up.gather(-1, (threshold + 1).clamp(max=bins - 1)).where(threshold + 1 < bins, 0)
+    valid = torch.arange(tokens, device=count.device) < lengths.view(-1, 1, 1)
+    more, ties = (votes.votes > threshold) & valid, (votes.votes == threshold) & valid
+    positions = torch.arange(tokens, dtype=torch.int32, device=count.device).expand(votes.votes.shape)
+    return move_to_front(keep_highest(more, ties, wanted - above), width, positions)
 
 
 def select_by_scores(scores: Tensor, candidates: Tensor, width: int, count: Tensor | None) -> Tensor:

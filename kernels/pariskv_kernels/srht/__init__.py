@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pariskv_kernels.checks import check_dtype, check_float, check_shape
+from pariskv_kernels.checks import check_float, check_shape
+from pariskv_kernels.launch import is_on_gpu
 from pariskv_kernels.srht import naive
 
 
@@ -31,14 +32,19 @@ def rotate(x: Tensor, seed: int = 42) -> Tensor:
     return naive.rotate(x, padded_dim(x.shape[-1]), seed)
 
 
-def rotate_queries(x: Tensor, seed: int = 42) -> Tensor:
-    """`rotate` for a step's few vectors: equal within rounding, in two operations instead of a butterfly.
+def rotate_group_mean(heads: Tensor, seed: int = 42) -> Tensor:
+    """The mean of a group's queries, by `rotate` within rounding: for a step's few vectors.
 
-    x        [B, H, D] float32
+    heads    [B, H, G, D] floating point
     returns  [B, H, P] float32; a row does not depend on how many there are
 
-    Raises TypeError or ValueError naming the argument.
+    Raises TypeError or ValueError naming the argument. `naive.py` is the definition.
     """
-    check_dtype("x", x, torch.float32)
-    check_shape("x", x, None, None, None)
-    return naive.rotate_few(x.flatten(0, 1), padded_dim(x.shape[-1]), seed).view(*x.shape[:2], -1)
+    check_float("heads", heads)
+    check_shape("heads", heads, None, None, None, None)
+    padded = padded_dim(heads.shape[-1])
+    if heads.dtype != torch.float64 and is_on_gpu(heads):
+        from pariskv_kernels.srht import cuda
+
+        return cuda.rotate_group_mean(heads, padded, seed)
+    return naive.rotate_group_mean(heads, padded, seed)

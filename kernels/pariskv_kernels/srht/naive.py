@@ -48,3 +48,10 @@ def rotate_few(x: Tensor, padded: int, seed: int) -> Tensor:
     """`rotate` within rounding: one small product for each vector [N, D], the same in every batch."""
     matrix = rotation_matrix(x.shape[-1], padded, seed, x.device)
     return torch.bmm(x.unsqueeze(1), matrix.expand(x.shape[0], -1, -1)).squeeze(1)
+
+
+def rotate_group_mean(heads: Tensor, padded: int, seed: int) -> Tensor:
+    """Mean over G of heads [B, H, G, D], rotated: [B, H, padded]."""
+    # Added one by one: a reduction may round differently in another batch size.
+    mean = sum(heads.float().unbind(2)[1:], heads[:, :, 0].float()) / heads.shape[2]
+    return rotate_few(mean.flatten(0, 1), padded, seed).view(*mean.shape[:2], padded)

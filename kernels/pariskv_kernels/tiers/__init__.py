@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pariskv_kernels.checks import check_dtype, check_shape, check_subspace_dim
 from pariskv_kernels.cpu import is_compiled_for
+from pariskv_kernels.launch import is_on_gpu
 from pariskv_kernels.tiers import naive
 
 MAX_WEIGHT = naive.MAX_WEIGHT
@@ -41,4 +42,8 @@ def tier_table(rotated: Tensor, counts: Tensor, targets: Tensor) -> Tensor:
         from pariskv_kernels.tiers import cpu
 
         return cpu.tier_table(rotated, counts, targets)
+    if is_on_gpu(rotated, counts, targets):
+        from pariskv_kernels.tiers import cuda
+
+        return cuda.tier_table(rotated, counts, targets)
     return naive.tier_table(rotated, counts, targets)

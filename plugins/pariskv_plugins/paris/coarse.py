@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from pariskv_kernels.collide import collision_count
+from pariskv_kernels.collide import collide
 from pariskv_kernels.select import select_by_votes
-from pariskv_kernels.tiers import MAX_WEIGHT, tier_table
+from pariskv_kernels.tiers import tier_table
 from torch import Tensor
 
 from pariskv.errors import PluginContractError
@@ -18,9 +18,8 @@ def vote_for_candidates(query: Query, codes: Codes, budget: Budget) -> Selection
     """The `budget.count` tokens with the highest votes."""
     targets = collision_targets(codes.length)
     table = tier_table(rotated_query(query), codes["counts"], targets)
-    votes = collision_count(codes["signs"], table)
-    max_vote = MAX_WEIGHT * table.shape[2]
-    return Selection(select_by_votes(votes, budget.count, codes.length, budget.width, max_vote))
+    votes = collide(codes["signs"], table, codes.length)
+    return Selection(select_by_votes(votes, budget.count, codes.length, budget.width))
 
 
 @lru_cache

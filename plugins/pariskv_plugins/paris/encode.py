@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from pariskv_kernels.encode import encode_keys
-from pariskv_kernels.srht import padded_dim, rotate_queries
+from pariskv_kernels.srht import padded_dim, rotate_group_mean
 from torch import Tensor
 
 from pariskv.errors import ConfigError
@@ -44,6 +44,4 @@ def encode_heads(heads: Tensor, seed: int) -> Tensors:
 
     The paper normalises it; a factor changes neither the ranking of patterns nor that of keys.
     """
-    # Added one by one: a reduction may round differently in another batch size.
-    mean = sum(heads.float().unbind(2)[1:], heads[:, :, 0].float()) / heads.shape[2]
-    return {"rotated": rotate_queries(mean, seed)}
+    return {"rotated": rotate_group_mean(heads, seed)}

@@ -1,0 +1,36 @@
+"""The definition of `attend_rows`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def attend_rows(
+    heads: Tensor,
+    rows: Tensor,
+    steady: Tensor,
+    valid: Tensor | None,
+    bias: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Everything in float32, or in float64 where the heads are."""
+    wide = torch.promote_types(heads.dtype, torch.float32)
+    used = steady.unsqueeze(1).expand(-1, heads.shape[1], -1)
+    if valid is not None:
+        used = torch.cat((used, valid), dim=-1)
+    keys, values = rows[:, :, : used.shape[-1]].to(wide).unbind(3)
+    scores = heads.to(wide) @ keys.mT * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores[..., steady.shape[1] :] += bias
+    scores = scores.masked_fill(~used.unsqueeze(2), -math.inf)
+    lse = scores.logsumexp(-1)
+    # No row in use: every weight is exp(-inf), 0, instead of exp(-inf - -inf).
+    weights = (scores - lse.clamp(min=torch.finfo(wide).min).unsqueeze(-1)).exp()
+    out = weights @ values.masked_fill(~used.unsqueeze(-1), 0)
+    return out.to(heads.dtype), lse

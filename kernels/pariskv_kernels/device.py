@@ -1,0 +1,110 @@
+"""Device functions that several kernels share: bit patterns to numbers, and block-wide sums and scans.
+
+No warp intrinsics, so that the same code runs in Numba's simulator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import config, cuda
+
+if config.ENABLE_CUDASIM:
+
+    @cuda.jit(device=True)
+    def product(a, b):
+        """a * b in float32, rounded before anything is added."""
+        return a * b
+
+    @cuda.jit(device=True)
+    def loads_first():
+        """Nothing to order."""
+
+else:
+    from numba.cuda import libdevice
+
+    @cuda.jit(device=True)
+    def loads_first():
+        """The loads above go out before what is below: the compilers would move each to where it is used, so that
+        a thread waits for one after the other. All threads of a warp must get here.
+        """
+        cuda.syncwarp()
+
+    @cuda.jit(device=True)
+    def product(a, b):
+        """a * b in float32, rounded before anything is added: never contracted into a fused multiply-add."""
+        return libdevice.fmul_rn(a, b)
+
+
+@cuda.jit(device=True)
+def float32_to_float(x):
+    return x
+
+
+@cuda.jit(device=True)
+def bf16_to_float(bits):
+    # Numba widens an operation on two uint32 to uint64.
+    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+
+
+@cuda.jit(device=True)
+def fp16_to_float(bits):
+    """Half precision from its bits: the exponent moved, subnormals too, then infinities and NaN restored."""
+    magnitude = np.uint32((bits & 0x7FFF) << 13).view(np.float32) * np.float32(2.0**112)
+    if bits & 0x7C00 == 0x7C00:
+        magnitude = np.uint32((bits & 0x3FF) << 13 | 0x7F800000).view(np.float32)
+    return -magnitude if bits & 0x8000 else magnitude
+
+
+WARP = 32
+EVERYBODY = 0xFFFFFFFF
+
+if config.ENABLE_CUDASIM:
+
+    @cuda.jit(device=True)
+    def scan(values, thread, threads):
+        """Inclusive sums over a block: values[t] becomes values[0] + ... + values[t], and so does what is returned.
+
+        values  shared, `threads` entries, a power of two; ends with a barrier
+        """
+        step = 1
+        while step < threads:
+            cuda.syncthreads()
+            before = values[thread - step] if thread >= step else 0
+            cuda.syncthreads()
+            values[thread] += before
+            step *= 2
+        cuda.syncthreads()
+        return values[thread]
+
+else:
+
+    @cuda.jit(device=True)
+    def scan(values, thread, threads):
+        """Inclusive sums over a block, as in the simulator: within warps by shuffles, then over the warps."""
+        lane, mine = thread % WARP, values[thread]
+        step = 1
+        while step < WARP:
+            before = cuda.shfl_up_sync(EVERYBODY, mine, step)
+            if lane >= step:
+                mine += before
+            step *= 2
+        cuda.syncthreads()
+        values[thread] = mine
+        cuda.syncthreads()
+        total = 0
+        for warp in range(thread // WARP):
+            total += values[warp * WARP + WARP - 1]
+        cuda.syncthreads()
+        mine += total
+        values[thread] = mine
+        cuda.syncthreads()
+        return mine
+
+
+def to_float(dtype: torch.dtype) -> Any:
+    """The device function that reads a number of this torch dtype from what `as_array` makes of it."""
+
+    return {torch.float32: float32_to_float, torch.bfloat16: bf16_to_float, torch.float16: fp16_to_float}[dtype]

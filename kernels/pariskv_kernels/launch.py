@@ -1,0 +1,98 @@
+"""How a kernel meets its tensors: array views, the current stream, and a word while it compiles.
+
+A launch takes the stream that torch is on, so that kernels and torch operations follow each other and
+are captured into the same CUDA graph. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "PARISKV_CUDA_KERNELS"
+"""Environment variable; 0 keeps CUDA tensors on the PyTorch definitions."""
+
+BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16}
+"""Floating-point types that kernels read as bit patterns, `bf16_to_float` and `fp16_to_float`."""
+
+
+@lru_cache
+def has_numba_cuda() -> bool:
+    return (
+        os.environ.get(SWITCH, "1") != "0"
+        and importlib.util.find_spec("numba") is not None
+        and importlib.util.find_spec("numba_cuda") is not None
+    )
+
+
+def is_on_gpu(*tensors: Tensor) -> bool:
+    """All tensors are in a GPU's memory, and numba-cuda (extra `[cuda]`) is there to launch kernels on them."""
+    return all(tensor.device.type == "cuda" for tensor in tensors) and has_numba_cuda()
+
+
+def as_array(tensor: Tensor) -> Any:
+    """The tensor as a kernel sees it: the same memory, bit patterns for bfloat16 and float16."""
+    from numba import cuda
+
+    tensor = tensor.detach().view(BITS.get(tensor.dtype, tensor.dtype))
+    if tensor.dtype == torch.bool:
+        tensor = tensor.view(torch.uint8)
+    if tensor.device.type == "cpu":
+        return _simulated(tensor)
+    return cuda.as_cuda_array(tensor, sync=False)
+
+
+def _simulated(tensor: Tensor) -> Any:
+    """The simulator's device array over the same memory, whatever its strides."""
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+    return FakeCUDAArray(tensor.numpy())
+
+
+def launch(kernel: Any, grid: tuple[int, ...], threads: int, *arguments: Any) -> None:
+    """Start a kernel on torch's current stream; tensors become arrays. An empty grid starts nothing."""
+    if 0 in grid:
+        return
+    arrays = [as_array(one) if isinstance(one, Tensor) else one for one in arguments]
+    _tell_of_compilation(kernel)
+    if arguments[0].device.type == "cpu":
+        kernel[grid, threads](*arrays)
+        return
+    with torch.cuda.device(arguments[0].device):
+        kernel[grid, threads, _stream()](*arrays)
+
+
+def _stream() -> Any:
+    from numba import cuda
+
+    return cuda.external_stream(torch.cuda.current_stream().cuda_stream)
+
+
+_told: set[str] = set()
+
+
+def _tell_of_compilation(kernel: Any) -> None:
+    """One log line for each kernel at its first launch: that is when Numba compiles it, or reads it from disk."""
+    name = getattr(getattr(kernel, "py_func", kernel), "__name__", "kernel")
+    if name not in _told:
+        _told.add(name)
+        logger.info("preparing kernel %s (compiled once, then kept on disk)", name)
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 4 in the simulator, to keep its grids small."""
+    return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def blocks_for(work: int, per_block: int) -> int:
+    """Blocks of `per_block` items that cover `work` items."""
+    return -(-work // per_block)
