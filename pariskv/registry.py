@@ -27,6 +27,8 @@ BUILTIN_PLUGINS = (
     "pariskv_plugins.exact",
     "pariskv_plugins.dense",
     "pariskv_plugins.resident",
+    "pariskv_plugins.uva",
+    "pariskv_plugins.attend",
 )
 ENTRY_POINT_GROUP = PROJECT
 RESERVED = ("auto", "none")

@@ -1,0 +1,43 @@
+"""The decode step's attention by Numba-CUDA kernels on a GPU; by their definition elsewhere."""
+
+from __future__ import annotations
+
+import torch
+from pariskv_kernels.attend import attend_rows
+from torch import Tensor
+
+from pariskv.attention import merge
+from pariskv.hookspecs import Register, Retriever, hookimpl
+from pariskv.types import Partial, Query, Rows, Selected, WorkingSet
+
+
+class NumbaAttend(Retriever):
+    """One pass over sink, ring and selected rows; extra rows and partial attentions are merged in."""
+
+    graph_safe = True
+
+    @hookimpl
+    def attend(self, query: Query, working: WorkingSet, selected: Selected | None) -> tuple[Tensor, Tensor]:
+        valid = None if selected is None else selected.valid
+        bias = None if selected is None else selected.bias
+        out, lse = attend_rows(query.heads, working.rows, working.steady, valid, bias, query.scaling, query.softcap)
+        if selected is None:
+            return out, lse
+        if selected.extra is not None:
+            out, lse = merge(Partial(out, lse), _attend_extra(query, selected.extra))
+        if selected.partial is not None:
+            out, lse = merge(Partial(out, lse), selected.partial)
+        return out.to(query.heads.dtype), lse
+
+
+def _attend_extra(query: Query, extra: Rows) -> Partial:
+    """Attention to the extra rows alone; a row that no query head uses may hold anything."""
+    rows = torch.stack((extra.keys, extra.values), dim=3).to(query.heads.dtype)
+    steady = rows.new_zeros(rows.shape[0], 0, dtype=torch.bool)
+    valid = (extra.bias != -torch.inf).any(dim=2)
+    return Partial(*attend_rows(query.heads, rows, steady, valid, extra.bias, query.scaling, query.softcap))
+
+
+@hookimpl
+def register_retrievers(register: Register) -> None:
+    register("numba", NumbaAttend)
