@@ -71,6 +71,7 @@ class LayerPipeline:
     rerank         None: the first top_k of coarse_select, which are all that `candidates` asks for
     indexes        the strictest of the retrievers used; "none": no stage but attend
     block          the least common multiple of the encoders' blocks
+    host_resident  the store is in host memory, wherever the layer is
     graph_reason   why `graph_safe` is False, empty where it is True
     names          stage to instance, for the manifest
     """
@@ -90,6 +91,7 @@ class LayerPipeline:
     per_query_head: bool = False
     indexes: Indexes = "none"
     block: int = 1
+    host_resident: bool = False
     graph_safe: bool = False
     graph_reason: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -157,6 +159,7 @@ class _Binder:
     def pipeline(self, index: int, plan: Plan) -> LayerPipeline:
         bound = {stage: self._bound(one, stage, index) for stage, one in plan.stages.items()}
         last = plan.stages.get("rerank") or plan.stages.get("coarse_select")
+        store = plan.stages.get("allocate_store")
         reason = self._graph_reason(plan)
         return LayerPipeline(
             index=index,
@@ -169,6 +172,7 @@ class _Binder:
             per_query_head=last is not None and last.traits.selects_per_query_head,
             indexes=plan.indexes,
             block=math.lcm(*(one.traits.block for one in plan.encoders)),
+            host_resident=store is not None and store.traits.host_resident,
             graph_safe=not reason,
             graph_reason=reason,
             names={stage: one.name for stage, one in plan.stages.items()},

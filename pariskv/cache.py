@@ -69,6 +69,20 @@ class RequestState:
         for layer in self.layers.values():
             layer.finish_step()
 
+    # What a captured step asks: see `pariskv.graph`
+
+    def graph_reason(self) -> str:
+        """The first layer's reason against capturing a step; empty where there is none."""
+        reasons = ((index, pipeline.graph_reason) for index, pipeline in sorted(self.pipelines.items()))
+        return next((f"layer {index}: {reason}" for index, reason in reasons if reason), "")
+
+    def shape(self) -> object:
+        return [layer.shape for layer in self.layers.values()]
+
+    def count_step(self) -> None:
+        for layer in self.layers.values():
+            layer.count_step()
+
     # What it adds up to
 
     @property

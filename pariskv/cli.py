@@ -1,4 +1,4 @@
-"""The command line: `pariskv run | plugins | config | model`.
+"""The command line: `pariskv run | plugins | config | model | bench`.
 
 What a user can mend is one line on standard error and exit code 2; Ctrl-C is exit code 130.
 """
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from pariskv.bench.cli import bench_app
 from pariskv.config import Config, layer_range, load_config, to_yaml
 from pariskv.errors import ConfigError, ParisKVError
 
@@ -39,6 +40,7 @@ config_app = typer.Typer(help="Look at a configuration.")
 model_app = typer.Typer(help="Put models on this machine.")
 app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
+app.add_typer(bench_app, name="bench")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file")]
 Overrides = Annotated[

@@ -105,10 +105,10 @@ class GenerationConfig:
 @dataclass(frozen=True)
 class RuntimeConfig:
     graph: Literal["auto", "on", "off"] = field(
-        default="auto", metadata={"help": "on is refused until steps can be captured; auto and off run them eagerly"}
+        default="auto", metadata={"help": "replay steps from a CUDA graph; auto: where that is possible"}
     )
-    compile: bool = field(default=False, metadata={"help": "true is refused until compiled steps exist"})
-    attend: str = field(default="auto", metadata={"help": "instance that attends; auto: torch"})
+    compile: bool = field(default=False, metadata={"help": "torch.compile the forward of the captured step"})
+    attend: str = field(default="auto", metadata={"help": "instance that attends; auto: numba on a GPU, else torch"})
     check_memory: bool = field(default=True, metadata={"help": "refuse a run that does not fit before it allocates"})
 
 
@@ -130,7 +130,8 @@ class Config:
         metadata={"help": "default, a layer N or a range A-B (both included): its stages"},
     )
     store: str = field(
-        default="auto", metadata={"help": "instance that keeps the zone's keys and values; auto: resident"}
+        default="auto",
+        metadata={"help": "instance that keeps the rows of the zone; auto: uva on a GPU, else resident"},
     )
     window: WindowConfig = field(default_factory=WindowConfig, metadata={"help": "what is attended densely"})
     prefill: PrefillConfig = field(default_factory=PrefillConfig, metadata={"help": "how the prompt is read"})

@@ -12,17 +12,21 @@ A step has fixed shapes, pads with -1 and reads lengths from the device, so that
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from pariskv.config import GenerationConfig
+from pariskv.config import GenerationConfig, RuntimeConfig
+from pariskv.graph import CapturableCache, CapturedStep, capture_reason
 from pariskv.layer import LayerState
 from pariskv.sampling import Sampler
 from pariskv.types import Query, Tensors
+
+DEFAULT_RUNTIME = RuntimeConfig()
 
 Progress = Callable[[int, int], None]
 """Called with (tokens read, tokens in all) after every chunk of a prefill."""
@@ -48,6 +52,10 @@ class Model(Protocol):
 
     def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: DecodeCache) -> Tensor:
         """Logits [B, V] of the last of the tokens [B, Q]; mask bool [B, n] over everything so far."""
+        ...
+
+    def forward_step(self, tokens: Tensor, positions: Tensor, cache: DecodeCache, compile: bool) -> Tensor:
+        """`forward` of one token a row [B, 1], with nothing that a CUDA graph cannot hold; compiled if asked."""
         ...
 
 
@@ -76,13 +84,15 @@ def generate(
     settings: GenerationConfig,
     chunk: int | None = None,
     progress: Progress | None = None,
+    runtime: RuntimeConfig = DEFAULT_RUNTIME,
 ) -> Iterator[list[int | None]]:
     """Yield each step's new token per row, None once a row has ended.
 
-    chunk  tokens of the prompt that go through the model at a time, None for all of them
+    chunk    tokens of the prompt that go through the model at a time, None for all of them
+    runtime  whether steps are captured in a CUDA graph, and compiled before
     """
     logits = prefill(model, cache, batch, settings.max_new_tokens, chunk, progress)
-    yield from decode(model, cache, batch, logits, settings)
+    yield from decode(model, cache, batch, logits, settings, runtime)
 
 
 @torch.no_grad()
@@ -111,15 +121,20 @@ def prefill(
 
 @torch.no_grad()
 def decode(
-    model: Model, cache: DecodeCache, batch: Batch, logits: Tensor, settings: GenerationConfig
+    model: Model,
+    cache: DecodeCache,
+    batch: Batch,
+    logits: Tensor,
+    settings: GenerationConfig,
+    runtime: RuntimeConfig = DEFAULT_RUNTIME,
 ) -> Iterator[list[int | None]]:
     """Sample from the prefill's logits and go on until every row has ended or the tokens are used up."""
     sampler = Sampler(settings, logits.shape[0])
-    positions = batch.positions()[:, -1:] + 1
-    mask = batch.mask
+    eager = capture_reason(runtime, cache, logits.device)
+    run: Stepper = EagerSteps(model, cache, batch) if eager else CapturedSteps(model, cache, batch, runtime.compile)
     active = [True] * logits.shape[0]
+    sampled = sampler(logits)
     for step in range(settings.max_new_tokens):
-        sampled = sampler(logits)
         tokens = [token if is_active else None for token, is_active in zip(sampled.tolist(), active, strict=True)]
         yield tokens
         active = [token is not None and token not in model.eos_ids for token in tokens]
@@ -127,13 +142,49 @@ def decode(
             return
         cache.set_active(active)
         step_tokens = sampled if all(active) else sampled.where(torch.tensor(active).to(sampled.device), model.pad_id)
-        mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=True)
         try:
-            logits = decode_step(model, cache, step_tokens.unsqueeze(1), positions, mask)
+            sampled = run.step(step_tokens.unsqueeze(1), sampler)
         except Exception as error:
             error.add_note(f"at decode step {step + 1}")
             raise
-        positions = positions + 1
+
+
+class Stepper(Protocol):
+    """How decode steps run."""
+
+    def step(self, tokens: Tensor, sampler: Sampler) -> Tensor:
+        """One step over tokens [B, 1]: the next tokens [B]."""
+        ...
+
+
+class EagerSteps:
+    """Steps launched operation by operation: a CPU, or what cannot be captured."""
+
+    def __init__(self, model: Model, cache: DecodeCache, batch: Batch):
+        self.model, self.cache = model, cache
+        self.positions = batch.positions()[:, -1:] + 1
+        self.mask = batch.mask
+
+    def step(self, tokens: Tensor, sampler: Sampler) -> Tensor:
+        if self.mask is not None:
+            self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
+        logits = decode_step(self.model, self.cache, tokens, self.positions, self.mask)
+        self.positions = self.positions + 1
+        return sampler(logits)
+
+
+class CapturedSteps:
+    """Steps replayed from a CUDA graph: `pariskv.graph`. A greedy choice is part of the graph."""
+
+    def __init__(self, model: Model, cache: DecodeCache, batch: Batch, compile: bool = False):
+        self.cache = cache
+        forward = functools.partial(model.forward_step, cache=cache, compile=compile)
+        self.captured = CapturedStep(forward, cast(CapturableCache, cache), batch.positions()[:, -1:] + 1)
+
+    def step(self, tokens: Tensor, sampler: Sampler) -> Tensor:
+        logits = self.captured(tokens)
+        self.cache.end_step()
+        return self.captured.next_tokens if sampler.temperature == 0 else sampler(logits)
 
 
 @torch.no_grad()
@@ -170,7 +221,7 @@ def attend_layer(layer: LayerState, heads: Tensor) -> tuple[Tensor, Tensor]:
         selection = pipeline.rerank(query(encoded.get(pipeline.rerank_codes)), selection, codes, pipeline.top_k)
     slots = device.working.slots[:, :, : selection.indices.shape[-1]]
     selected = pipeline.fetch(selection, layer.store, slots)
-    layer.selected += selected.valid.sum()
+    layer.selected[:, :, : selected.valid.shape[-1]] += selected.valid
     return pipeline.attend(query(), device.working, selected)
 
 

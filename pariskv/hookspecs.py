@@ -61,6 +61,8 @@ class Retriever:
     """Query heads choose apart: the selection holds up to G x top_k rows, with a bias."""
     graph_safe: bool = False
     """Fixed shapes, no host synchronisation, lengths and counts read from the device."""
+    host_resident: bool = False
+    """`allocate_store` takes host memory, wherever the layer is; False: memory of the layer's own device."""
 
 
 class Register(Protocol):

@@ -7,7 +7,7 @@ What changes per token lives here. A layer is either reading a prompt (`prompt` 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -37,6 +37,18 @@ class Request:
     new_tokens: int = HEADROOM
     prefilling: bool = False
     unrotate: Unrotate | None = None
+    _slots: dict[tuple[int, int], tuple[int, Tensor]] = field(default_factory=dict)
+
+    def next_slots(self, step: int, device: DeviceRows) -> Tensor:
+        """`DeviceRows.next_slots` [B], computed once a step for all layers of the same regions.
+
+        step  the model's columns, which tell one step from the next
+        """
+        regions = device.window.sink, device.ring
+        known = self._slots.get(regions)
+        if known is None or known[0] != step:
+            known = self._slots[regions] = step, device.next_slots()
+        return known[1]
 
 
 class LayerState:
@@ -59,7 +71,9 @@ class LayerState:
         self.budget = Budget(0, torch.zeros_like(self.zone_length))
         self.steps = 0
         self.steady = 0  # sink and ring tokens attended to, summed over steps and rows
-        self.selected = torch.zeros((), dtype=torch.int64, device=info.device)  # the same of selected, and heads
+        # How often each slot held a selected row: a step adds to it, nobody sums it before `attended` is asked for.
+        slots = pipeline.slots(info.group)
+        self.selected = torch.zeros(info.batch, info.kv_heads, slots, dtype=torch.int32, device=info.device)
         self.prompt: Prompt | None = None
         self.device: DeviceRows | None = None
         self.store: Store | None = None
@@ -85,19 +99,24 @@ class LayerState:
 
         returns what a prompt's chunk attends to [B, H, n, D]; a decode step's own token as it came
         """
-        self.columns += keys.shape[2]
         if keys.shape[2] == 1 and any(self.lengths) and not self.request.prefilling:
             if self.device is None:
                 self.end_prefill()
-            self.finish_step()
+            self.count_step()
             assert self.device is not None
-            self.device.append(keys, values)
-            self._in_step = True
+            self.device.append(keys, values, self.request.next_slots(self.columns, self.device))
             return keys, values
+        self.columns += keys.shape[2]
         if self.prompt is None:
             self._begin_prompt(keys.shape[2])
         assert self.prompt is not None
         return self.prompt.append(keys, values)
+
+    def count_step(self) -> None:
+        """The host's part of a step; the device's is `append`, or a graph that holds it."""
+        self.finish_step()
+        self.columns += 1
+        self._in_step = True
 
     def finish_step(self) -> None:
         """Count the step that was appended, and move what is due: by the loop between two steps, else by the next."""
@@ -124,6 +143,8 @@ class LayerState:
         history = self.columns - chunk
         prompt = Prompt(self.info, max(self.columns, self.request.prompt_tokens))
         prompt.columns = history
+        if history:
+            prompt.reserve(prompt.expected, held=0)
         prompt.pads = [history - length for length in self.lengths]
         for row, pad in enumerate(prompt.pads):
             prompt.keys[row, :, :pad] = 0
@@ -319,9 +340,15 @@ class LayerState:
                 ) from error
 
     @property
+    def shape(self) -> tuple[object, ...]:
+        """What a captured step has baked in; sizes, addresses and whether there is something to retrieve."""
+        capacity = self.store.capacity if self.store is not None else 0
+        return self.retrieves, self.device and self.device.serial, capacity, self.budget.width
+
+    @property
     def attended(self) -> float:
         """Tokens that a query head attends to, mean over the steps and rows; 0 before the first step."""
-        steady_and_selected = self.steady + int(self.selected) / self.info.kv_heads
+        steady_and_selected = self.steady + int(self.selected.sum()) / self.info.kv_heads
         return steady_and_selected / (self.steps * self.info.batch) if self.steps else 0.0
 
     def codes_of(self, name: str | None) -> Codes:

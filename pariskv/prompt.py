@@ -18,13 +18,14 @@ Unrotate = Callable[[int, Tensor, int], Tensor]
 class Prompt:
     """Everything so far of one layer, in the model's columns: each row right-aligned, padding on the left.
 
-    The buffer lives from the first chunk to the end of the prefill; `pads[b]` columns of row b are padding.
+    Lives from the first chunk to the end of the prefill; `pads[b]` columns of row b are padding. A prompt
+    of one chunk is kept as it came; more chunks are copied into one buffer of `expected` columns.
     """
 
-    def __init__(self, info: LayerInfo, columns: int):
-        shape = (info.batch, info.kv_heads, columns, info.head_dim)
-        self.keys = torch.empty(shape, dtype=info.dtype, device=info.device)
-        self.values = torch.empty_like(self.keys)
+    def __init__(self, info: LayerInfo, expected: int):
+        self.expected = expected
+        self.keys = torch.empty(info.batch, info.kv_heads, 0, info.head_dim, dtype=info.dtype, device=info.device)
+        self.values = self.keys
         self.columns = 0
         self.pads = [0] * info.batch
 
@@ -34,20 +35,23 @@ class Prompt:
         return [self.columns - pad for pad in self.pads]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a chunk [B, H, Q, D]; returns views of everything so far [B, H, n, D]."""
-        stop = self.columns + keys.shape[2]
-        if stop > self.keys.shape[2]:
-            self._grow(max(stop, self.keys.shape[2] * 3 // 2))
-        self.keys[:, :, self.columns : stop] = keys
-        self.values[:, :, self.columns : stop] = values
-        self.columns = stop
-        return self.keys[:, :, :stop], self.values[:, :, :stop]
+        """Add a chunk [B, H, Q, D]; returns everything so far [B, H, n, D]."""
+        start, self.columns = self.columns, self.columns + keys.shape[2]
+        if start == 0 and self.columns >= self.expected:
+            self.keys, self.values = keys, values
+            return keys, values
+        if self.columns > self.keys.shape[2]:
+            self.reserve(max(self.columns, self.expected, start * 3 // 2), held=start)
+        self.keys[:, :, start : self.columns] = keys
+        self.values[:, :, start : self.columns] = values
+        return self.keys[:, :, : self.columns], self.values[:, :, : self.columns]
 
-    def _grow(self, columns: int) -> None:
+    def reserve(self, columns: int, held: int) -> None:
+        """A buffer of `columns` columns, with the `held` ones there are in front."""
         for name in ("keys", "values"):
             old: Tensor = getattr(self, name)
             new = old.new_empty((*old.shape[:2], columns, old.shape[3]))
-            new[:, :, : self.columns] = old[:, :, : self.columns]
+            new[:, :, :held] = old[:, :, :held]
             setattr(self, name, new)
 
     def note_mask(self, mask: Tensor | None) -> None:

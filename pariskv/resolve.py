@@ -7,9 +7,13 @@ it implements the stage, the default's key, the default's `retriever`; `fetch`, 
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
+
+import torch
 
 from pariskv.budget import CandidateRule
 from pariskv.config import DEFAULT, DEFAULT_LAYER, Config, LayerConfig
@@ -17,12 +21,30 @@ from pariskv.errors import BindingError
 from pariskv.registry import Registry
 from pariskv.stages import Stage, Traits, stages_of, traits_of
 
+logger = logging.getLogger(__name__)
+
 Indexes = Literal["all", "prompt", "none"]
 
 AUTO_STORE = "resident"
 AUTO_ATTEND = "torch"
+GPU_STORE = "uva"
+GPU_ATTEND = "numba"
+GPU_MODULES = ("numba_cuda", "cuda")
 NO_RERANK = "none"
 STRICTNESS: tuple[Indexes, ...] = ("all", "prompt", "none")
+
+
+def for_device(config: Config, device: torch.device) -> Config:
+    """The configuration with `store: auto` and `runtime.attend: auto` as they are on a GPU; unchanged elsewhere."""
+    if device.type != "cuda":
+        return config
+    missing = [name for name in GPU_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        logger.warning("no CUDA kernels without %s: pip install 'pariskv[cuda]'", ", ".join(missing))
+        return config
+    store = GPU_STORE if config.store == "auto" else config.store
+    attend = GPU_ATTEND if config.runtime.attend == "auto" else config.runtime.attend
+    return replace(config, store=store, runtime=replace(config.runtime, attend=attend))
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pariskv.config import Config, load_config, to_dict
+from pariskv.config import Config, RuntimeConfig, load_config, to_dict
 from pariskv.decode import Batch, DecodeCache, Progress, decode, generate, prefill
 from pariskv.errors import CapacityError, ConfigError
+from pariskv.graph import capture_reason
 from pariskv.memory import refuse_if_too_large
 from pariskv.needle import Needle, needle_prompt
 from pariskv.report import Report
@@ -46,7 +47,6 @@ class Session:
     """
 
     def __init__(self, model: LanguageModel, config: Config):
-        refuse_what_is_not_there(config)
         self.model = model
         self.config = config
         self._is_warm = False
@@ -58,7 +58,6 @@ class Session:
 
         if not isinstance(config, Config):
             config = load_config(None if config is None else Path(config), overrides)
-        refuse_what_is_not_there(config)
         return cls(LanguageModel.load(config), config)
 
     def stream(self, prompt: str) -> Iterator[str]:
@@ -67,7 +66,7 @@ class Session:
 
         text = TextStream(self.model)
         batch = self._batch([prompt])
-        for (token,) in generate(self.model, self._cache(batch), batch, self.config.generation, self._chunk(batch)):
+        for (token,) in self._tokens(batch):
             if token is not None:
                 yield text.push(token)
 
@@ -77,11 +76,15 @@ class Session:
             raise ConfigError(f"generate: wanted a list of at least one prompt, got {prompts!r}")
         batch = self._batch(prompts)
         answers: list[list[int]] = [[] for _ in prompts]
-        for tokens in generate(self.model, self._cache(batch), batch, self.config.generation, self._chunk(batch)):
+        for tokens in self._tokens(batch):
             for answer, token in zip(answers, tokens, strict=True):
                 if token is not None:
                     answer.append(token)
         return [self.model.decode(answer) for answer in answers]
+
+    def _tokens(self, batch: Batch) -> Iterator[list[int | None]]:
+        cache, config = self._cache(batch), self.config
+        return generate(self.model, cache, batch, config.generation, self._chunk(batch), runtime=config.runtime)
 
     def needle(self) -> Needle:
         """The needle test that `quickstart` describes."""
@@ -98,7 +101,7 @@ class Session:
         """Answer one prompt and measure it; Ctrl-C ends it early with what there is."""
         batch = self._batch([prompt], chat="off" if needle else self.config.generation.chat)
         cache = self._cache(batch)
-        run = self._measure(cache, batch, on_text, progress)
+        run = self._measure(cache, batch, on_text, progress, self.config.runtime)
         state = cache.request
         run.report = replace(
             self._report(run, needle),
@@ -120,7 +123,7 @@ class Session:
         """The same through transformers' own dense cache and SDPA attention."""
         batch = self._batch([prompt], chat="off" if needle else self.config.generation.chat)
         with self.model.dense() as cache:
-            run = self._measure(cache, batch, on_text, progress)
+            run = self._measure(cache, batch, on_text, progress, RuntimeConfig(graph="off"))
             held = cache.nbytes
         attended = run.prompt_tokens + (run.steps + 1) / 2 if run.steps else None
         run.report = replace(
@@ -132,7 +135,12 @@ class Session:
         return run
 
     def _measure(
-        self, cache: DecodeCache, batch: Batch, on_text: Callable[[str], None], progress: Progress | None
+        self,
+        cache: DecodeCache,
+        batch: Batch,
+        on_text: Callable[[str], None],
+        progress: Progress | None,
+        runtime: RuntimeConfig,
     ) -> Run:
         from pariskv.integrations.language_model import TextStream
 
@@ -143,7 +151,7 @@ class Session:
             logits = prefill(self.model, cache, batch, settings.max_new_tokens, self._chunk(batch), progress)
             run.prefill_seconds = time.perf_counter() - start
             start = time.perf_counter()
-            for (token,) in decode(self.model, cache, batch, logits, settings):
+            for (token,) in decode(self.model, cache, batch, logits, settings, runtime):
                 run.decode_seconds = time.perf_counter() - start
                 run.steps = len(run.tokens)
                 assert token is not None
@@ -187,6 +195,8 @@ class Session:
 
     def _cache(self, batch: Batch) -> ParisCache:
         cache = self.model.new_cache(self.config)
+        # Decoding asks again; here it is refused before a long prompt is read.
+        capture_reason(self.config.runtime, cache, self.model.device)
         if self.config.runtime.check_memory:
             rows, prompt_tokens = batch.tokens.shape
             need = cache.estimate(rows, prompt_tokens, self.config.generation.max_new_tokens)
@@ -201,14 +211,6 @@ class Session:
         if chunk != "auto":
             return chunk
         return None if batch.tokens.shape[1] <= WHOLE_PROMPT else WHOLE_PROMPT // 2
-
-
-def refuse_what_is_not_there(config: Config) -> None:
-    """Raise ConfigError for what the schema knows already and nothing does yet, rather than do without it."""
-    if config.runtime.graph == "on":
-        raise ConfigError("runtime.graph=on: decode steps cannot be captured in a CUDA graph yet; use auto or off")
-    if config.runtime.compile:
-        raise ConfigError("runtime.compile=true: compiled decode steps do not exist yet; use false")
 
 
 def run_to_dict(run: Run, config: Config) -> dict[str, object]:

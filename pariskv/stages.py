@@ -37,6 +37,7 @@ class Traits:
     needs: frozenset[Need]
     selects_per_query_head: bool
     graph_safe: bool
+    host_resident: bool
 
 
 def stages_of(retriever: object, where: str) -> dict[str, Stage]:
@@ -130,6 +131,6 @@ def _check_values(traits: Traits, where: str) -> None:
         raise refuse("indexes", "'all', 'prompt' or 'none'")
     if not isinstance(traits.needs, frozenset | set) or not traits.needs <= set(get_args(Need)):
         raise refuse("needs", f"a frozenset of {', '.join(get_args(Need))}")
-    for name in ("selects_per_query_head", "graph_safe"):
+    for name in ("selects_per_query_head", "graph_safe", "host_resident"):
         if not isinstance(getattr(traits, name), bool):
             raise refuse(name, "a bool")

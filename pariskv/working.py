@@ -11,17 +11,22 @@ from the device and never asks the host. Everything else happens between steps.
 
 from __future__ import annotations
 
+from itertools import count
+
 import torch
 from torch import Tensor
 
 from pariskv.types import LayerInfo, WorkingSet
 from pariskv.window import Window
 
+_serials = count()
+
 
 class DeviceRows:
     """Sink, ring and slots of one layer, and the arithmetic that finds a token among them."""
 
     def __init__(self, info: LayerInfo, window: Window, ring: int, slots: int):
+        self.serial = next(_serials)  # an id() may come again once an object is gone
         self.window = window
         self.ring = ring
         steady = window.sink + ring
@@ -39,13 +44,17 @@ class DeviceRows:
     def nbytes(self) -> int:
         return self.rows.nbytes + self.steady.nbytes
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Put one token [B, H, 1, D] at the end of every active row.
+    def next_slots(self) -> Tensor:
+        """Where each row's next token goes [B]."""
+        return self._slots_of(self.length)
+
+    def append(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Put one token [B, H, 1, D] at the end of every active row, into its slot of `next_slots`.
 
         A row that is not active keeps its length, and what is written for it stays invalid: the slot
         after a row's last token is free between steps.
         """
-        where = (self._batch, self._slots_of(self.length))
+        where = (self._batch, slots)
         self._by_slot[where] = torch.stack((keys[:, :, 0], values[:, :, 0]), dim=2)
         self.steady[where] = self.active
         self.length += self.active

@@ -12,6 +12,7 @@ from torch import Tensor
 from pariskv.config import Config
 from pariskv.decode import Batch, DecodeCache
 from pariskv.errors import ConfigError
+from pariskv.integrations.compiled import CompiledForward
 from pariskv.integrations.models import LoadedModel, load_model
 from pariskv.integrations.transformers import ATTENTION, DenseCache, ParisCache, use_attention
 
@@ -29,6 +30,7 @@ class LanguageModel:
         self.context_length = loaded.context_length
         self.eos_ids = _eos_ids(self.model, self.tokenizer)
         pad = self.tokenizer.pad_token_id
+        self._compiled: CompiledForward | None = None
         self.pad_id = int(pad if pad is not None else next(iter(self.eos_ids), 0))
 
     @classmethod
@@ -51,6 +53,13 @@ class LanguageModel:
             logits_to_keep=1,
         )
         return cast(Tensor, out.logits[:, -1])
+
+    def forward_step(self, tokens: Tensor, positions: Tensor, cache: DecodeCache, compile: bool = False) -> Tensor:
+        """`forward` of one token a row: no mask, since our attention knows what a row holds."""
+        if not compile:
+            return self.forward(tokens, positions, None, cache)
+        self._compiled = self._compiled or CompiledForward(self.model)
+        return self._compiled(tokens, positions, cast(ParisCache, cache))
 
     def new_cache(self, config: Config) -> ParisCache:
         return ParisCache(self.model, config)

@@ -13,12 +13,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
-    get_layer_types_and_kwargs,
 )
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -27,12 +26,14 @@ from pariskv.binding import bind
 from pariskv.cache import RequestState, as_heads
 from pariskv.config import Config, load_config
 from pariskv.decode import attend_layer
-from pariskv.errors import BindingError, ModelError
+from pariskv.errors import ModelError
+from pariskv.integrations.compiled import layer_step
+from pariskv.integrations.geometry import Geometry, refuse_missing_rotary, supported_layers
 from pariskv.integrations.rotary import make_unrotate
 from pariskv.layer import HEADROOM, LayerState
 from pariskv.memory import Estimate, estimate
 from pariskv.registry import Registry
-from pariskv.types import LayerInfo
+from pariskv.resolve import for_device
 from pariskv.warmup import warm_up
 
 ATTENTION = "pariskv"
@@ -53,7 +54,7 @@ class ParisCache(Cache):
     """
 
     def __init__(self, model: PreTrainedModel, config: Config | None = None, registry: Registry | None = None):
-        config = config or load_config(None)
+        config = for_device(config or load_config(None), model.device)
         text_config = model.config.get_text_config(decoder=True)
         layer_types, layer_kwargs = supported_layers(model)
         retrieving = [index for index, kind in enumerate(layer_types) if kind == "full_attention"]
@@ -92,6 +93,23 @@ class ParisCache(Cache):
 
     def end_step(self) -> None:
         self.request.end_step()
+
+    # What `pariskv.graph` asks of a cache
+
+    def graph_reason(self) -> str:
+        stock = [index for index, layer in enumerate(self.layers) if not isinstance(layer, ParisLayer)]
+        if stock:
+            return f"layer {stock[0]} has a sliding window, whose cache grows by concatenation"
+        return self.request.graph_reason()
+
+    def shape(self) -> object:
+        return self.request.shape()
+
+    def count_step(self) -> None:
+        self.request.count_step()
+        for layer in self.layers:
+            assert isinstance(layer, ParisLayer)
+            layer.columns += 1
 
     def warm_up(self) -> None:
         """Let every stage compile what it compiles at its first call."""
@@ -136,46 +154,6 @@ def _held_bytes(cache: Cache) -> int:
     """Keys and values of a cache's stock layers."""
     tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
-
-
-class Geometry:
-    """What a layer's cache must know of its attention module before the first forward."""
-
-    def __init__(self, model: PreTrainedModel, text_config: PreTrainedConfig):
-        self.model_name = str(getattr(model.config, "name_or_path", "") or type(model).__name__)
-        self.text_config, self.dtype, self.device = text_config, model.dtype, model.device
-        self.num_heads = int(text_config.num_attention_heads)
-        self.modules: dict[int, Any] = {
-            cast(int, module.layer_idx): module
-            for module in model.modules()
-            if hasattr(module, "layer_idx") and hasattr(module, "scaling")
-        }
-
-    def expected_info(self, index: int, batch: int) -> LayerInfo:
-        """The layer's sizes by the model's configuration, before its first keys."""
-        module, config = self.modules.get(index), self.text_config
-        head_dim = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
-        head_dim = head_dim or config.hidden_size // self.num_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or self.num_heads
-        keys = torch.empty(batch, kv_heads, 0, head_dim, dtype=self.dtype, device=self.device)
-        return self.layer_info(index, keys)
-
-    def layer_info(self, index: int, keys: Tensor) -> LayerInfo:
-        """The layer's sizes, from its first keys [B, H, Q, D] and its module."""
-        batch, kv_heads, _, head_dim = keys.shape
-        module = self.modules.get(index)
-        return LayerInfo(
-            index=index,
-            batch=batch,
-            kv_heads=kv_heads,
-            group=self.num_heads // kv_heads,
-            head_dim=head_dim,
-            dtype=keys.dtype,
-            device=keys.device,
-            scaling=float(getattr(module, "scaling", head_dim**-0.5)),
-            softcap=getattr(module, "attn_logit_softcapping", None),
-            model=self.model_name,
-        )
 
 
 class ParisLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers has no types here
@@ -288,9 +266,12 @@ def paris_attention(
 
     Keys without our tag (another cache, a sliding-window layer) get dense attention.
     """
-    layer: ParisLayer | None = getattr(key, TAG, None)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    if torch.compiler.is_compiling():
+        index = cast(int, module.layer_idx)
+        return layer_step(query, key, value, sinks, index, scaling).transpose(1, 2), None
+    layer: ParisLayer | None = getattr(key, TAG, None)
     if layer is None:
         out = dense_attention(query, key, value, attention_mask, scaling, softcap, sinks)
     else:
@@ -360,45 +341,3 @@ def use_attention(model: PreTrainedModel, name: str = ATTENTION) -> None:
             f"{type(model).__name__} did not take the attention implementation '{name}': its attention does not go "
             f"through transformers' AttentionInterface; such a model is not supported"
         )
-
-
-def supported_layers(model: PreTrainedModel) -> tuple[list[str], list[dict[str, Any]]]:
-    """The kind of every decoder layer and the arguments of its stock cache layer.
-
-    Raises ModelError, with the reason, for a model that pariskv cannot serve.
-    """
-    name, config = type(model).__name__, model.config
-    text_config = config.get_text_config(decoder=True)
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelError(f"{name} is an encoder-decoder; pariskv serves decoder-only models")
-    if getattr(text_config, "kv_lora_rank", None):
-        raise ModelError(
-            f"{name} uses multi-head latent attention (kv_lora_rank={text_config.kv_lora_rank}): its cache holds "
-            f"latents, not keys; such a model is not supported"
-        )
-    if getattr(text_config, "kv_sharing_modes", None) or getattr(text_config, "num_kv_shared_layers", 0):
-        raise ModelError(f"{name} shares keys and values between layers; such a model is not supported")
-    if not model._can_set_attn_implementation():
-        raise ModelError(
-            f"{name} does not use transformers' AttentionInterface, so its attention cannot be replaced; "
-            f"such a model is not supported"
-        )
-    layer_types, layer_kwargs = get_layer_types_and_kwargs(text_config)
-    unknown = sorted(set(layer_types) - set(DYNAMIC_LAYER_TYPE_MAPPING))
-    if unknown:
-        raise ModelError(f"{name} has layers of a kind that pariskv does not know: {', '.join(unknown)}")
-    if "full_attention" not in layer_types:
-        kinds = ", ".join(sorted(set(layer_types)))
-        raise ModelError(f"{name} has no full-attention layer to retrieve in, only: {kinds}")
-    return layer_types, layer_kwargs
-
-
-def refuse_missing_rotary(pipelines: Any, has_rotary: bool, model: PreTrainedModel) -> None:
-    """Raise BindingError where a format needs keys before RoPE and the model cannot give them."""
-    for pipeline in pipelines:
-        for encoder in pipeline.encoders:
-            if "pre_rope" in encoder.needs and not has_rotary:
-                raise BindingError(
-                    f"layer {pipeline.index}: {encoder.name} needs keys before RoPE, but {type(model).__name__} has "
-                    f"no rotary embedding that can be undone; choose another retriever"
-                )

@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
 import pariskv
+from pariskv.bench.cli import bench_app
 from pariskv.binding import bind
 from pariskv.cli import app, config_app, main, model_app
 from pariskv.config import parse_config
@@ -58,7 +60,7 @@ def test_python_names_what_pariskv_offers_and_files_that_exist(name: str, block:
 
 
 def test_every_command_is_listed() -> None:
-    groups = {"": app, "config ": config_app, "model ": model_app}
+    groups = {"": app, "config ": config_app, "model ": model_app, "bench ": bench_app}
     commands = [
         f"{prefix}{command.callback.__name__}"
         for prefix, group in groups.items()
@@ -66,6 +68,18 @@ def test_every_command_is_listed() -> None:
         if command.callback
     ]
     assert [command for command in commands if f"| `pariskv {command}" not in page("quickstart")] == []
+
+
+def test_the_bench_commands_on_the_pages_have_the_options_they_are_given() -> None:
+    commands = typer.main.get_command(bench_app).commands  # type: ignore[attr-defined]
+    lines = [
+        line.partition("#")[0] for name in names() for block in blocks(name, "bash") for line in block.text.split("\n")
+    ]
+    benches = [line.split()[2:] for line in lines if line.startswith("pariskv bench")]
+    assert len(benches) >= 6
+    for command, *words in benches:
+        options = {option for parameter in commands[command].params for option in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= options
 
 
 def test_the_config_commands_of_the_quickstart_work(

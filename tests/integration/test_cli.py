@@ -148,8 +148,22 @@ BAD = {
     ),
     "unknown device": (["run", "{config}", "model.device=abacus", "--prompt", "w1"], r"abacus"),
     "unknown comparison": (["run", "{config}", "--compare", "sparse"], r"--compare: got 'sparse', wanted dense"),
-    "a graph that is not there yet": (["run", "{config}", "runtime.graph=on"], r"runtime\.graph=on: .*use auto or off"),
-    "compilation that is not there yet": (["run", "{config}", "runtime.compile=true"], r"runtime\.compile=true"),
+    "a graph where there is no GPU": (
+        ["run", "{config}", "runtime.graph=on", "--prompt", "w1"],
+        r"runtime\.graph=on: the model is on the cpu, .*use auto or off",
+    ),
+    "compilation without a graph": (
+        ["run", "{config}", "runtime.compile=true", "--prompt", "w1"],
+        r"runtime\.compile=true .*: the model is on the cpu, .*use runtime\.compile=false",
+    ),
+    "a graph that is switched off, compiled": (
+        ["run", "{config}", "runtime.graph=off", "runtime.compile=true", "--prompt", "w1"],
+        r"runtime\.compile=true .*: runtime\.graph is off; use runtime\.compile=false",
+    ),
+    "a store for GPUs on a CPU": (
+        ["run", "{config}", "store=uva", "--prompt", "w1"],
+        r"store uva .*the layer is on cpu; write `store: resident`",
+    ),
     "zero new tokens": (["run", "{config}", "--max-new-tokens", "0"], r"max_new_tokens.*0"),
     "no config": (["run"], r"CONFIG"),
     "no such command": (["fly"], r"fly"),
@@ -205,6 +219,15 @@ def test_not_enough_memory_is_said_before_anything_is_allocated(
         r"not enough memory: the cache needs about .* runtime\.check_memory=false", capsys.readouterr().err
     )
     assert pariskv("run", config, "runtime.check_memory=false", "--prompt", WORDS) == 0
+
+
+def test_a_graph_that_cannot_be_is_refused_before_the_prompt_is_read(config: Path) -> None:
+    read: list[int] = []
+    with pytest.raises(ConfigError, match=r"runtime\.graph=on"):
+        Session.load(config, ["runtime.graph=on"]).run(WORDS, progress=lambda done, total: read.append(done))
+    assert read == []
+    Session.load(config).run(WORDS, progress=lambda done, total: read.append(done))
+    assert read == [150]
 
 
 def test_beyond_the_context_is_allowed_on_request(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from tiny_models import dense_generate, language_model, prompt, tiny_model
 
 from pariskv import ParisCache, parse_config
-from pariskv.config import GenerationConfig
-from pariskv.decode import Batch, decode, prefill
+from pariskv.config import GenerationConfig, RuntimeConfig
+from pariskv.decode import Batch, CapturedSteps, decode, prefill
+from pariskv.sampling import Sampler
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,10 +22,18 @@ COVERING = parse_config({"layers": {"default": {"top_k": 4000, "candidates": 1.0
 LOSSY = parse_config({"layers": {"default": {"top_k": 16, "candidates": 0.5}}, "window": WINDOW})
 
 
-def loop(model: Any, ids: torch.Tensor, config: Any, new: int, mask: torch.Tensor | None = None) -> torch.Tensor:
+def loop(
+    model: Any,
+    ids: torch.Tensor,
+    config: Any,
+    new: int,
+    mask: torch.Tensor | None = None,
+    graph: Literal["auto", "on", "off"] = "auto",
+) -> torch.Tensor:
     lm, batch, cache = language_model(model), Batch(ids, mask), ParisCache(model, config)
     logits = prefill(lm, cache, batch, new)
-    return torch.tensor(list(decode(lm, cache, batch, logits, GenerationConfig(max_new_tokens=new)))).T
+    settings = GenerationConfig(max_new_tokens=new)
+    return torch.tensor(list(decode(lm, cache, batch, logits, settings, RuntimeConfig(graph)))).T
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
@@ -64,3 +73,43 @@ def test_a_step_has_no_host_synchronisation() -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             cache.end_step()
+
+
+def replayed(model: Any, ids: torch.Tensor, config: Any, new: int, mask: torch.Tensor | None = None) -> tuple[Any, int]:
+    """The tokens of captured steps, and how often a step was captured."""
+    lm, batch, cache = language_model(model), Batch(ids, mask), ParisCache(model, config)
+    logits = prefill(lm, cache, batch, new)
+    steps = CapturedSteps(lm, cache, batch)
+    sampler = Sampler(GenerationConfig(max_new_tokens=new), ids.shape[0])
+    tokens = [sampler(logits)]
+    with torch.no_grad():
+        while len(tokens) < new:
+            tokens.append(steps.step(tokens[-1].unsqueeze(1), sampler).clone())
+    return torch.stack(tokens, dim=1).cpu(), steps.captured.captures
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_replayed_steps_equal_eager_ones_across_updates_and_growth(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family, dtype).cuda()
+    ids = prompt(150).cuda()
+    for config in (COVERING, LOSSY):
+        tokens, captures = replayed(model, ids, config, 300)
+        assert torch.equal(tokens, loop(model, ids, config, 300, graph="off"))
+        assert captures >= 1
+
+
+def test_replayed_ragged_rows_equal_eager_ones() -> None:
+    model = tiny_model("llama").cuda()
+    ids = prompt(60, batch=2).cuda()
+    mask = torch.arange(60, device="cuda") >= torch.tensor([[0], [58]], device="cuda")
+    tokens, _ = replayed(model, ids, LOSSY, 100, mask)
+    assert torch.equal(tokens, loop(model, ids, LOSSY, 100, mask, graph="off"))
+
+
+def test_two_thousand_replayed_steps_equal_eager_ones() -> None:
+    model = tiny_model("llama").cuda()
+    ids = prompt(30).cuda()
+    tokens, captures = replayed(model, ids, LOSSY, 2000)
+    assert torch.equal(tokens, loop(model, ids, LOSSY, 2000, graph="off"))
+    assert captures < 20

@@ -1,0 +1,157 @@
+"""Layers full of random tokens without a model, and consecutive steps that choose some of the same rows.
+
+`share` and `overlap` are the part of a step's rows that the step before had chosen too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from pariskv.binding import LayerPipeline, bind
+from pariskv.config import Config, parse_config
+from pariskv.decode import attend_layer
+from pariskv.layer import LayerState, Request
+from pariskv.registry import Registry
+from pariskv.resolve import for_device
+from pariskv.types import LayerInfo, Selected, Selection, Store
+from pariskv.window import Window
+
+CHUNK = 1 << 15
+"""Tokens, of all rows together, that are made and appended at a time."""
+
+STORES: dict[str, tuple[str, dict[str, object]]] = {
+    "resident": ("resident", {}),
+    "uva": ("uva", {"reuse": False}),
+    "uva reuse": ("uva", {"reuse": True}),
+}
+"""What benchmarks call a store: the retriever and its options."""
+
+BISECTIONS = 12
+
+
+def bench_config(store: str, top_k: int, candidates: str | int | float, **runtime: object) -> Config:
+    """ParisKV in every layer over one of `STORES`, the window at its defaults."""
+    name, options = STORES[store]
+    return parse_config(
+        {
+            "store": name,
+            "retrievers": {name: options} if options else {},
+            "layers": {"default": {"retriever": "pariskv", "candidates": candidates, "top_k": top_k}},
+            "runtime": runtime,
+        }
+    )
+
+
+def bench_pipeline(config: Config, device: torch.device) -> tuple[LayerPipeline, Window]:
+    """The bound stages of a layer on the device, and its window."""
+    w = config.window
+    pipeline = bind(for_device(config, device), 1, Registry.load())[0]
+    return pipeline, Window(w.sink, w.local, w.update_interval, w.dense_below)
+
+
+def filled_layer(info: LayerInfo, pipeline: LayerPipeline, window: Window, tokens: int) -> LayerState:
+    """A layer that has read `tokens` random tokens; layers of one index hold the same ones."""
+    request = Request(prompt_tokens=tokens, new_tokens=window.update, prefilling=True)
+    layer = LayerState(info, pipeline, window, request)
+    fill_layer(layer, tokens)
+    return layer
+
+
+def fill_layer(layer: LayerState, tokens: int) -> None:
+    """Let an empty layer read random tokens as a prompt, and end the prefill."""
+    info = layer.info
+    random = torch.Generator(info.device).manual_seed(info.index)
+    chunk = max(1, CHUNK // info.batch)
+    nothing = torch.zeros((), dtype=info.dtype, device=info.device)
+    for start in range(0, tokens, chunk):
+        count = min(chunk, tokens - start)
+        size = (2, info.batch, info.kv_heads, count, info.head_dim)
+        keys, values = torch.randn(size, generator=random, dtype=info.dtype, device=info.device)
+        layer.append(keys, values)
+        heads = nothing.expand(info.batch, info.kv_heads * info.group, count, info.head_dim)
+        layer.chunk_attended(heads, None)
+    layer.end_prefill()
+
+
+def selected_indices(layer: LayerState, heads: Tensor) -> Tensor:
+    """What a step with the queries [B, H, G, D] fetches: int32 [B, H, K]."""
+    found: list[Tensor] = []
+    original = layer.pipeline
+    fetch = original.fetch
+    assert fetch is not None
+
+    def recording(selection: Selection, store: Store, slots: Tensor) -> Selected:
+        found.append(selection.indices.clone())
+        return fetch(selection, store, slots)
+
+    layer.pipeline = replace(original, fetch=recording)
+    try:
+        attend_layer(layer, heads)
+    finally:
+        layer.pipeline = original
+    return found[0]
+
+
+def overlap(before: Tensor, after: Tensor) -> float:
+    """The part of the chosen rows `after` [..., K] that are among `before` too; -1 is no row."""
+    ordered = before.sort(dim=-1).values
+    place = torch.searchsorted(ordered, after.contiguous()).clamp(max=ordered.shape[-1] - 1)
+    is_row = after >= 0
+    shared = (ordered.gather(-1, place) == after) & is_row
+    return float(shared.sum() / is_row.sum().clamp(min=1))
+
+
+def mean_overlap(steps: Sequence[Tensor]) -> float:
+    """The mean of `overlap` from each step to the next."""
+    pairs = [overlap(before, after) for before, after in pairwise(steps)]
+    return sum(pairs) / len(pairs)
+
+
+def query_sequence(info: LayerInfo, mix: float, steps: int, seed: int = 0) -> Tensor:
+    """Queries [steps, B, H, G, D] of consecutive steps: each `mix` of the last one, the rest noise, of equal length."""
+    random = torch.Generator(info.device).manual_seed(seed)
+    size = (steps, info.batch, info.kv_heads, info.group, info.head_dim)
+    noise = torch.randn(size, generator=random, device=info.device)
+    queries = noise.clone()
+    for step in range(1, steps):
+        queries[step] = mix * queries[step - 1] + (1 - mix**2) ** 0.5 * noise[step]
+    return queries.to(info.dtype)
+
+
+def mix_for_overlap(measure: Callable[[float], float], wanted: float) -> float:
+    """The `mix` of `query_sequence` at which the measured overlap, which grows with it, is as wanted."""
+    low, high = 0.0, 1.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if measure(middle) < wanted else (low, middle)
+    return (low + high) / 2
+
+
+def overlapping_indices(
+    shape: Sequence[int], count: int, tokens: int, share: float, steps: int, device: torch.device
+) -> Tensor:
+    """Random rows of consecutive steps that share exactly round(share x count) rows with the step before.
+
+    shape    heads, layers: every one chooses for itself
+    returns  int32 [steps, *shape, count], ascending, below `tokens`
+    """
+    kept = round(share * count)
+    if tokens < 2 * count - kept:
+        raise ValueError(f"tokens: wanted at least {2 * count - kept} to choose {count} rows from, got {tokens}")
+    random = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.rand(size, generator=random, device=device)
+
+    chosen = [draw(*shape, tokens).topk(count).indices]
+    while len(chosen) < steps:
+        last = chosen[-1]
+        keep = last.gather(-1, draw(*last.shape).topk(kept).indices)
+        new = draw(*shape, tokens).scatter_(-1, last, -1.0).topk(count - kept).indices
+        chosen.append(torch.cat((keep, new), dim=-1))
+    return torch.stack(chosen).sort(dim=-1).values.int()

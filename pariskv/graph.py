@@ -1,0 +1,114 @@
+"""One decode step captured in a CUDA graph, then replayed: the kernels of a step without their launches.
+
+What a graph bakes in is everything that the host decided while it was captured: shapes, addresses, which
+stages run. `RequestState.shape` names those decisions; when it changes (the first zone, a store or a ring
+that grew), the next step runs eagerly and the one after it is captured anew. Lengths, budgets and positions
+are read from the device, so they change freely; `update` runs between replays.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pariskv.config import RuntimeConfig
+from pariskv.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class CapturableCache(Protocol):
+    """What a captured step asks of a cache, beyond what the loop asks."""
+
+    def graph_reason(self) -> str:
+        """Why a step over this cache cannot be captured; empty where it can."""
+        ...
+
+    def shape(self) -> object:
+        """What a captured step has baked in; compared before every replay."""
+        ...
+
+    def count_step(self) -> None:
+        """The host's part of a step that was replayed."""
+        ...
+
+
+class Forward(Protocol):
+    """The model's forward over the step's tokens [B, 1] and positions [B, 1]: logits [B, V]."""
+
+    def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor: ...
+
+
+class CapturedStep:
+    """Calls like an eager step: tokens [B, 1] in, logits [B, V] out, and for a greedy run the next tokens.
+
+    logits, next_tokens  static tensors, overwritten by the next call
+    captures             how often a step was captured
+    """
+
+    def __init__(self, forward: Forward, cache: CapturableCache, positions: Tensor):
+        self.forward, self.cache = forward, cache
+        self.tokens = torch.zeros_like(positions)
+        self.positions = positions.clone()
+        self.logits = self.next_tokens = torch.empty(0)
+        self.captures = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._shape: object = None
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """One step; the caller ends it with the cache's `end_step`."""
+        self.tokens.copy_(tokens)
+        shape = self.cache.shape()
+        if shape != self._shape:
+            # Eager once: what compiles or allocates at its first call does so outside of a capture.
+            self._graph, self._shape = None, shape
+            self._run()
+            return self.logits
+        if self._graph is None:
+            self._capture().replay()
+        else:
+            self._graph.replay()
+            self.cache.count_step()  # while the device works
+        return self.logits
+
+    def _run(self) -> None:
+        self.logits = self.forward(self.tokens, self.positions)
+        self.next_tokens = self.logits.argmax(dim=-1)
+        self.positions += 1
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """Record a step; the host's part of it has happened then, the device's has not."""
+        self._graph = graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._run()
+        self.captures += 1
+        return graph
+
+
+def capture_reason(runtime: RuntimeConfig, cache: object, device: torch.device) -> str:
+    """Why steps run eagerly under this `runtime`; empty where they are captured.
+
+    Raises ConfigError with the reason where `graph: on` or `compile: true` want them captured.
+    """
+    reason = _reason(runtime, cache, device)
+    if reason and runtime.graph == "on":
+        raise ConfigError(f"runtime.graph=on: {reason}; use auto or off")
+    if reason and runtime.compile:
+        raise ConfigError(f"runtime.compile=true is for captured steps: {reason}; use runtime.compile=false")
+    if reason:
+        logger.info("decode steps run eagerly: %s", reason)
+    return reason
+
+
+def _reason(runtime: RuntimeConfig, cache: object, device: torch.device) -> str:
+    if runtime.graph == "off":
+        return "runtime.graph is off"
+    if device.type != "cuda":
+        return f"the model is on the {device.type}, and graphs are CUDA's"
+    if not hasattr(cache, "graph_reason"):
+        return f"a {type(cache).__name__} grows by concatenation"
+    return str(cache.graph_reason())
