@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, fields
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,13 @@ def changelog() -> str:
     return (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+def measured(command: str) -> str:
+    """The table of what `pariskv bench COMMAND --json` wrote."""
+    from pariskv.bench.output import as_markdown, read_json
+
+    return as_markdown(read_json(ROOT / "docs" / "benchmarks" / f"{command}.json"))
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "schema": schema,
     "options": options,
@@ -179,6 +187,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "hooks": hooks,
     "traits": traits,
     "changelog": changelog,
+    **{f"bench {command}": partial(measured, command) for command in ("kernels", "layer", "decode", "memory")},
 }
 
 
