@@ -52,10 +52,11 @@ def bf16_to_float(bits):
 @cuda.jit(device=True)
 def fp16_to_float(bits):
     """Half precision from its bits: the exponent moved, subnormals too, then infinities and NaN restored."""
-    magnitude = np.uint32((bits & 0x7FFF) << 13).view(np.float32) * np.float32(2.0**112)
-    if bits & 0x7C00 == 0x7C00:
-        magnitude = np.uint32((bits & 0x3FF) << 13 | 0x7F800000).view(np.float32)
-    return -magnitude if bits & 0x8000 else magnitude
+    wide = np.int32(bits)
+    magnitude = np.uint32((wide & 0x7FFF) << 13).view(np.float32) * np.float32(2.0**112)
+    if wide & 0x7C00 == 0x7C00:
+        magnitude = np.uint32((wide & 0x3FF) << 13 | 0x7F800000).view(np.float32)
+    return -magnitude if wide & 0x8000 else magnitude
 
 
 WARP = 32
