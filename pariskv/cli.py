@@ -6,6 +6,7 @@ What a user can mend is one line on standard error and exit code 2; Ctrl-C is ex
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -222,7 +223,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
-    sys.exit(_exit_code(arguments, debug))
+    with _logs_on_stderr():
+        code = _exit_code(arguments, debug)
+    sys.exit(code)
+
+
+@contextmanager
+def _logs_on_stderr() -> Iterator[None]:
+    """Show what a user waits for or should know: kernels being compiled, and what could not be done as asked."""
+    handler = logging.StreamHandler(sys.stderr)
+    levels = {"pariskv": logging.WARNING, "pariskv_plugins": logging.WARNING, "pariskv_kernels": logging.INFO}
+    loggers = [logging.getLogger(name) for name in levels]
+    for logger, level in zip(loggers, levels.values(), strict=True):
+        logger.setLevel(level)
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 def _exit_code(arguments: list[str], debug: bool) -> int:

@@ -1,6 +1,7 @@
 """START READING HERE: a prompt goes in, tokens come out.
 
     prefill       the prompt through the model, chunk by chunk, with dense attention
+    make_steps    eager steps, or one that is captured in a CUDA graph and replayed (`pariskv.graph`)
     decode_step   one token through the model; in each layer the five hooks:
     attend_layer      encode_query -> coarse_select -> rerank -> fetch -> attend
     generate      prefill, then sample and step until every row has ended
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pariskv.config import GenerationConfig, RuntimeConfig
-from pariskv.graph import CapturableCache, CapturedStep, capture_reason
+from pariskv.graph import CapturableCache, CapturedSteps, capture_reason, log_fallback
 from pariskv.layer import LayerState
 from pariskv.sampling import Sampler
 from pariskv.types import Query, Tensors
@@ -130,8 +131,7 @@ def decode(
 ) -> Iterator[list[int | None]]:
     """Sample from the prefill's logits and go on until every row has ended or the tokens are used up."""
     sampler = Sampler(settings, logits.shape[0])
-    eager = capture_reason(runtime, cache, logits.device)
-    run: Stepper = EagerSteps(model, cache, batch) if eager else CapturedSteps(model, cache, batch, runtime.compile)
+    run = make_steps(model, cache, batch, runtime, logits.device)
     active = [True] * logits.shape[0]
     sampled = sampler(logits)
     for step in range(settings.max_new_tokens):
@@ -157,6 +157,15 @@ class Stepper(Protocol):
         ...
 
 
+def make_steps(model: Model, cache: DecodeCache, batch: Batch, runtime: RuntimeConfig, device: torch.device) -> Stepper:
+    """Captured steps (`pariskv.graph`) where `runtime` wants them and they are possible, else eager ones."""
+    if reason := capture_reason(runtime, cache, device):
+        log_fallback(runtime, reason, device)
+        return EagerSteps(model, cache, batch)
+    forward = functools.partial(model.forward_step, cache=cache, compile=runtime.compile)
+    return CapturedSteps(forward, cast(CapturableCache, cache), batch.positions()[:, -1:] + 1)
+
+
 class EagerSteps:
     """Steps launched operation by operation: a CPU, or what cannot be captured."""
 
@@ -171,20 +180,6 @@ class EagerSteps:
         logits = decode_step(self.model, self.cache, tokens, self.positions, self.mask)
         self.positions = self.positions + 1
         return sampler(logits)
-
-
-class CapturedSteps:
-    """Steps replayed from a CUDA graph: `pariskv.graph`. A greedy choice is part of the graph."""
-
-    def __init__(self, model: Model, cache: DecodeCache, batch: Batch, compile: bool = False):
-        self.cache = cache
-        forward = functools.partial(model.forward_step, cache=cache, compile=compile)
-        self.captured = CapturedStep(forward, cast(CapturableCache, cache), batch.positions()[:, -1:] + 1)
-
-    def step(self, tokens: Tensor, sampler: Sampler) -> Tensor:
-        logits = self.captured(tokens)
-        self.cache.end_step()
-        return self.captured.next_tokens if sampler.temperature == 0 else sampler(logits)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pariskv.config import RuntimeConfig
 from pariskv.errors import ConfigError
+from pariskv.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,10 @@ class CapturableCache(Protocol):
         """The host's part of a step that was replayed."""
         ...
 
+    def end_step(self) -> None:
+        """Between two steps: what is due moves into the zone."""
+        ...
+
 
 class Forward(Protocol):
     """The model's forward over the step's tokens [B, 1] and positions [B, 1]: logits [B, V]."""
@@ -42,38 +47,38 @@ class Forward(Protocol):
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor: ...
 
 
-class CapturedStep:
-    """Calls like an eager step: tokens [B, 1] in, logits [B, V] out, and for a greedy run the next tokens.
+class CapturedSteps:
+    """Decode steps replayed from a CUDA graph. A greedy choice is part of the graph, any other is made after it.
 
-    logits, next_tokens  static tensors, overwritten by the next call
-    captures             how often a step was captured
+    positions  [B, 1] of the first step
+    captures   how often a step was captured
     """
 
     def __init__(self, forward: Forward, cache: CapturableCache, positions: Tensor):
         self.forward, self.cache = forward, cache
-        self.tokens = torch.zeros_like(positions)
-        self.positions = positions.clone()
-        self.logits = self.next_tokens = torch.empty(0)
         self.captures = 0
+        # What the graph reads and writes; overwritten by the next step.
+        self.tokens, self.positions = torch.zeros_like(positions), positions.clone()
+        self.logits = self.next_tokens = torch.empty(0)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._shape: object = None
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """One step; the caller ends it with the cache's `end_step`."""
+    def step(self, tokens: Tensor, sampler: Sampler) -> Tensor:
+        """One step over tokens [B, 1]: the next tokens [B]."""
         self.tokens.copy_(tokens)
         shape = self.cache.shape()
         if shape != self._shape:
             # Eager once: what compiles or allocates at its first call does so outside of a capture.
             self._graph, self._shape = None, shape
             self._run()
-            return self.logits
-        if self._graph is None:
+        elif self._graph is None:
             self._capture().replay()
         else:
             self._graph.replay()
             self.cache.count_step()  # while the device works
-        return self.logits
+        self.cache.end_step()
+        return self.next_tokens if sampler.temperature == 0 else sampler(self.logits)
 
     def _run(self) -> None:
         self.logits = self.forward(self.tokens, self.positions)
@@ -99,9 +104,13 @@ def capture_reason(runtime: RuntimeConfig, cache: object, device: torch.device) 
         raise ConfigError(f"runtime.graph=on: {reason}; use auto or off")
     if reason and runtime.compile:
         raise ConfigError(f"runtime.compile=true is for captured steps: {reason}; use runtime.compile=false")
-    if reason:
-        logger.info("decode steps run eagerly: %s", reason)
     return reason
+
+
+def log_fallback(runtime: RuntimeConfig, reason: str, device: torch.device) -> None:
+    """Say why steps run eagerly: aloud where `auto` could not do on a GPU what it is for."""
+    is_fallback = runtime.graph == "auto" and device.type == "cuda"
+    logger.log(logging.WARNING if is_fallback else logging.INFO, "decode steps run eagerly: %s", reason)
 
 
 def _reason(runtime: RuntimeConfig, cache: object, device: torch.device) -> str:

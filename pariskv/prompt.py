@@ -38,8 +38,8 @@ class Prompt:
         """Add a chunk [B, H, Q, D]; returns everything so far [B, H, n, D]."""
         start, self.columns = self.columns, self.columns + keys.shape[2]
         if start == 0 and self.columns >= self.expected:
-            self.keys, self.values = keys, values
-            return keys, values
+            self.keys, self.values = _without_the_rest(keys), _without_the_rest(values)
+            return self.keys, self.values
         if self.columns > self.keys.shape[2]:
             self.reserve(max(self.columns, self.expected, start * 3 // 2), held=start)
         self.keys[:, :, start : self.columns] = keys
@@ -76,6 +76,11 @@ class Prompt:
         """Keys and values [H, n, D] of one row at the positions start .. stop - 1."""
         columns = slice(self.pads[row] + start, self.pads[row] + stop)
         return self.keys[row, :, columns], self.values[row, :, columns]
+
+
+def _without_the_rest(tensor: Tensor) -> Tensor:
+    """The tensor, copied where keeping it would keep more alive: a fused projection's values are a part of it."""
+    return tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()
 
 
 class QueryStatistics:

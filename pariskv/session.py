@@ -195,7 +195,7 @@ class Session:
 
     def _cache(self, batch: Batch) -> ParisCache:
         cache = self.model.new_cache(self.config)
-        # Decoding asks again; here it is refused before a long prompt is read.
+        # Decoding asks again; what cannot be is refused here, before a long prompt is read.
         capture_reason(self.config.runtime, cache, self.model.device)
         if self.config.runtime.check_memory:
             rows, prompt_tokens = batch.tokens.shape

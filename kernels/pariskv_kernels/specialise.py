@@ -13,18 +13,21 @@ Everything else is plain Numba CUDA; the rewritten function keeps its file and l
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
-import logging
 import textwrap
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from numba import config, cuda
 
-logger = logging.getLogger(__name__)
-
 config.CUDA_LOW_OCCUPANCY_WARNINGS = False  # a decode step's grids are small: a block for each head is meant
+
+
+LONGEST_NAME = 120
+"""Characters of a kernel's name before the digest; a file's name has at most 255, with what Numba adds."""
 
 
 def static(count: int) -> range:
@@ -36,7 +39,8 @@ class Template:
     """A kernel's source; `template(N=16, ...)` is the kernel for these constants, compiled at its first launch.
 
     Integers and booleans are written into the source; anything else (a device function for a dtype) goes into
-    the kernel's globals. Compiled kernels are kept on disk under the function's name and the constants.
+    the kernel's globals. Compiled kernels are kept on disk under a name that tells the constants and a digest of
+    all sources: Numba looks at the kernel's own file only, and would go on using a device function's old code.
     """
 
     def __init__(self, function: Callable[..., None]):
@@ -47,8 +51,7 @@ class Template:
     def __call__(self, **constants: Any) -> Any:
         key = tuple(sorted(constants.items(), key=lambda item: item[0]))
         if key not in self._made:
-            name = "_".join([self.function.__name__, *(_label(name, value) for name, value in key)])
-            logger.debug("specialising %s", name)
+            name = _name(self.function.__name__, [_label(name, value) for name, value in key])
             self._made[key] = cuda.jit(cache=not config.ENABLE_CUDASIM)(self._specialised(name, constants))
         return self._made[key]
 
@@ -73,6 +76,21 @@ class Template:
 def template(function: Callable[..., None]) -> Template:
     """Decorator: the function is a kernel to be specialised, see the module."""
     return Template(function)
+
+
+def _name(function: str, labels: list[str]) -> str:
+    whole = "_".join([function, *labels])
+    digest = hashlib.sha256(whole.encode() + _sources()).hexdigest()[:12]
+    return f"{whole[:LONGEST_NAME]}_{digest}"
+
+
+@lru_cache
+def _sources() -> bytes:
+    """A digest of the package's Python files."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.digest()
 
 
 def _label(name: str, value: Any) -> str:

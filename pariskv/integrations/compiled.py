@@ -31,6 +31,11 @@ def running(cache: ParisCache) -> Iterator[None]:
         _running.pop()
 
 
+def is_running() -> bool:
+    """A step of ours is being traced, and not somebody's compiled model with another cache."""
+    return bool(_running)
+
+
 @torch.library.custom_op("pariskv::layer", mutates_args=())
 def layer_step(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, index: int, scaling: float) -> Tensor:
     """One layer of one step: queries [B, H * G, 1, D], new keys and values [B, H, 1, D] to [B, H * G, 1, D]."""

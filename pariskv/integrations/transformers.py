@@ -27,7 +27,7 @@ from pariskv.cache import RequestState, as_heads
 from pariskv.config import Config, load_config
 from pariskv.decode import attend_layer
 from pariskv.errors import ModelError
-from pariskv.integrations.compiled import layer_step
+from pariskv.integrations.compiled import is_running, layer_step
 from pariskv.integrations.geometry import Geometry, refuse_missing_rotary, supported_layers
 from pariskv.integrations.rotary import make_unrotate
 from pariskv.layer import HEADROOM, LayerState
@@ -268,7 +268,7 @@ def paris_attention(
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and is_running():
         index = cast(int, module.layer_idx)
         return layer_step(query, key, value, sinks, index, scaling).transpose(1, 2), None
     layer: ParisLayer | None = getattr(key, TAG, None)
@@ -303,10 +303,12 @@ def paris_mask(
 ) -> Tensor | None:
     """The mask of transformers' interface, bool [B, 1, Q, n] or None.
 
-    In a full-attention layer a plain causal chunk needs none (dense attention is causal without a mask),
-    and one token needs the padding alone: a view, so that a step asks the host nothing.
+    Where the keys end with the chunk and attention is full, a causal chunk needs none (dense attention is causal
+    without a mask), and one token needs the padding alone: a view, so that a step asks the host nothing. A static
+    cache's keys go on behind the chunk, with rows that nobody wrote.
     """
-    is_full = local_size is None and mask_function is causal_mask_function
+    ends_here = isinstance(q_offset, int) and kv_length == q_offset + q_length
+    is_full = local_size is None and mask_function is causal_mask_function and ends_here
     if is_full and attention_mask is None:
         return None
     if is_full and q_length == 1:
@@ -321,7 +323,8 @@ def paris_mask(
         mask_function=mask_function,
         attention_mask=attention_mask,
         local_size=local_size,
-        **kwargs,
+        # transformers' skip is for its own attention function, which takes a missing mask in another way.
+        **{**kwargs, "allow_is_causal_skip": False},
     )
     return mask
 

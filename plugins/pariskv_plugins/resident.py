@@ -8,9 +8,10 @@ import torch
 from pariskv_kernels.gather import gather_rows
 from torch import Tensor
 
-from pariskv.errors import BindingError, CapacityError, ShapeError
+from pariskv.errors import BindingError
 from pariskv.hookspecs import Register, Retriever, hookimpl
 from pariskv.types import LayerInfo, Selected, Selection, Store
+from pariskv_plugins.blocks import check_block
 
 
 class ResidentStore(Store):
@@ -25,19 +26,8 @@ class ResidentStore(Store):
     def append(self, keys: Tensor, values: Tensor, rows: Sequence[int]) -> None:
         """Write one block [R, H, n, D] of the given batch rows after what they hold, and count it."""
         heads, dim = self.rows.shape[1], self.rows.shape[-1]
-        n = keys.shape[2] if keys.dim() == 4 else -1
-        if keys.shape != (len(rows), heads, n, dim) or values.shape != keys.shape:
-            raise ShapeError(
-                f"resident: wanted keys and values [{len(rows)}, {heads}, n, {dim}] for {len(rows)} rows, "
-                f"got {list(keys.shape)} and {list(values.shape)}"
-            )
-        # All rows are checked before the first is written, so that a failure leaves nothing half done.
-        for row in rows:
-            if self.length[row] + n > self.capacity:
-                raise CapacityError(
-                    f"resident: row {row} holds {self.length[row]} of {self.capacity} tokens, {n} more do not "
-                    f"fit; call grow first"
-                )
+        check_block("resident", self, heads, dim, keys, values, rows)
+        n = keys.shape[2]
         for source, row in enumerate(rows):
             start = self.length[row]
             self.rows[row, :, start : start + n, 0] = keys[source]

@@ -15,9 +15,10 @@ from pariskv_kernels.gather import gather_changed, gather_rows
 from pariskv_kernels.memory import HostBuffer
 from torch import Tensor
 
-from pariskv.errors import BindingError, CapacityError, ConfigError, ShapeError
+from pariskv.errors import BindingError, CapacityError, ConfigError
 from pariskv.hookspecs import Register, Retriever, hookimpl
 from pariskv.types import LayerInfo, Selected, Selection, Store
+from pariskv_plugins.blocks import check_block
 from pariskv_plugins.lane import Lane, SideStream
 
 HEADROOM = 8
@@ -62,7 +63,7 @@ class UvaStore(Store):
 
         The copy runs beside what the device does next. Until `settle`, only reading the store waits for it.
         """
-        self._check(keys, values, rows)
+        check_block("uva", self, self.layer.kv_heads, self.layer.head_dim, keys, values, rows)
         n = keys.shape[2]
         with self.lane.copies(keys, values):
             for source, row in enumerate(rows):
@@ -75,21 +76,6 @@ class UvaStore(Store):
         if self._has_fetched:
             # Steps may be replayed from now on, and what they read must have arrived: a graph waits for nobody.
             self.settle()
-
-    def _check(self, keys: Tensor, values: Tensor, rows: Sequence[int]) -> None:
-        heads, dim = self.layer.kv_heads, self.layer.head_dim
-        n = keys.shape[2] if keys.dim() == 4 else -1
-        if keys.shape != (len(rows), heads, n, dim) or values.shape != keys.shape:
-            raise ShapeError(
-                f"uva: wanted keys and values [{len(rows)}, {heads}, n, {dim}] for {len(rows)} rows, "
-                f"got {list(keys.shape)} and {list(values.shape)}"
-            )
-        for row in rows:
-            if self.length[row] + n > self.capacity:
-                raise CapacityError(
-                    f"uva: row {row} holds {self.length[row]} of {self.capacity} tokens, {n} more do not fit; "
-                    f"call grow first"
-                )
 
     def _as_rows(self, keys: Tensor, values: Tensor) -> Tensor:
         """Keys and values [H, n, D] as the store has them: [n, H, 2, D]."""

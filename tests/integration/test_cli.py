@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from fakes import install
 
-from pariskv import Session, memory
+from pariskv import Session, cli, memory
 from pariskv.cli import main
 from pariskv.errors import ConfigError
 
@@ -329,3 +330,18 @@ def test_generate_wants_a_list_of_prompts(config: Path) -> None:
     ragged = session.generate([WORDS, "w1 w2 w3"])
     assert ragged == [session.generate([prompt])[0] for prompt in (WORDS, "w1 w2 w3")]
     assert "".join(session.stream(WORDS)) == ragged[0]
+
+
+def test_what_a_user_waits_for_is_shown_on_standard_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(*_: object) -> int:
+        logging.getLogger("pariskv_kernels.launch").info("preparing kernel")
+        logging.getLogger("pariskv.graph").info("no news")
+        logging.getLogger("pariskv.graph").warning("decode steps run eagerly")
+        return 0
+
+    monkeypatch.setattr(cli, "_exit_code", answer)
+    with pytest.raises(SystemExit):
+        cli.main([])
+    assert capsys.readouterr().err == "preparing kernel\ndecode steps run eagerly\n"

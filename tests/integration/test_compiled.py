@@ -47,3 +47,14 @@ def test_one_graph_serves_every_step_and_every_request(family: str) -> None:
                 assert torch.equal(traced, token)
                 positions = positions + 1
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_model_that_somebody_else_compiles_attends_densely() -> None:
+    torch._dynamo.reset()
+    model, ids = tiny_model("llama"), prompt(20)
+    ParisCache(model, LOSSY)
+    with torch.no_grad():
+        want = model(input_ids=ids, use_cache=False).logits
+        got = torch.compile(model.forward, backend="eager")(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(got, want)

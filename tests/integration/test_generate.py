@@ -185,6 +185,23 @@ def test_our_attention_is_dense_for_any_other_cache() -> None:
     assert torch.equal(out[:, 50:], want)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_our_attention_is_dense_for_a_static_cache_whose_rows_go_on_behind_the_tokens(
+    family: str, padded: bool
+) -> None:
+    model, ids = tiny_model(family), prompt(40, batch=2)
+    mask = torch.ones_like(ids)
+    mask[1, :13] = 0 if padded else 1
+    arguments = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    model.set_attn_implementation("sdpa")
+    want = model.generate(ids, **arguments)
+    ParisCache(model, CONFIG)
+    out = model.generate(ids, cache_implementation="static", disable_compile=True, **arguments)
+    assert model.config._attn_implementation == "pariskv"
+    assert torch.equal(out, want)
+
+
 def test_two_caches_of_one_model_do_not_mix() -> None:
     model = tiny_model("llama")
     one, two = ParisCache(model, CONFIG), ParisCache(model, CONFIG)

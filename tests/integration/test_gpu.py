@@ -10,7 +10,8 @@ from tiny_models import dense_generate, language_model, prompt, tiny_model
 
 from pariskv import ParisCache, parse_config
 from pariskv.config import GenerationConfig, RuntimeConfig
-from pariskv.decode import Batch, CapturedSteps, decode, prefill
+from pariskv.decode import Batch, decode, make_steps, prefill
+from pariskv.graph import CapturedSteps
 from pariskv.sampling import Sampler
 
 pytestmark = [
@@ -79,13 +80,14 @@ def replayed(model: Any, ids: torch.Tensor, config: Any, new: int, mask: torch.T
     """The tokens of captured steps, and how often a step was captured."""
     lm, batch, cache = language_model(model), Batch(ids, mask), ParisCache(model, config)
     logits = prefill(lm, cache, batch, new)
-    steps = CapturedSteps(lm, cache, batch)
+    steps = make_steps(lm, cache, batch, RuntimeConfig(graph="on"), logits.device)
+    assert isinstance(steps, CapturedSteps)
     sampler = Sampler(GenerationConfig(max_new_tokens=new), ids.shape[0])
     tokens = [sampler(logits)]
     with torch.no_grad():
         while len(tokens) < new:
             tokens.append(steps.step(tokens[-1].unsqueeze(1), sampler).clone())
-    return torch.stack(tokens, dim=1).cpu(), steps.captured.captures
+    return torch.stack(tokens, dim=1).cpu(), steps.captures
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import config, cuda
+from numba import cuda
 from torch import Tensor
 
 from pariskv_kernels.device import scan
@@ -53,7 +53,7 @@ def gather_changed(
     source, order = torch.empty_like(indices), torch.empty_like(indices)
     grid = (heads, batch) if slots else (0,)
     unsigned = (indices.view(torch.uint32), held.view(torch.uint32))
-    launch(match_slots_kernel, grid, match_threads, *unsigned, source, order, counts)
+    launch(match_slots_kernel(), grid, match_threads, *unsigned, source, order, counts)
     _copy(rows, source, out, valid, threads, lanes, keeps=True)
     return valid, order
 
@@ -114,7 +114,7 @@ def copy_rows_kernel(rows, source, out, valid):
             out[b, h, k, at // WORDS, at % WORDS] = word[i]
 
 
-@cuda.jit(cache=not config.ENABLE_CUDASIM)
+@template
 def match_slots_kernel(indices, held, source, order, counts):
     """One block for a head: which slots keep their rows, and which entries the others take.
 

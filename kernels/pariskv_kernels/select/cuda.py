@@ -34,9 +34,11 @@ lowest level `needed` are wanted."""
 
 def select_by_votes(votes: Votes, count: Tensor, lengths: Tensor, width: int, threads: int = 256) -> Tensor:
     batch, heads, num_tokens = votes.votes.shape
+    out = torch.empty(batch, heads, width, dtype=torch.int32, device=votes.votes.device)
+    if num_tokens == 0:
+        return out.fill_(-1)
     keys = 8 if votes.votes.dtype == torch.uint8 and num_tokens % 8 == 0 else 1
     words = votes.votes.view(torch.int64) if keys == 8 else votes.votes
-    out = torch.empty(batch, heads, width, dtype=torch.int32, device=words.device)
     _take(words, lengths, votes.histogram, count, width, out, {"KEYS": keys, "SCORES": False, "THREADS": threads})
     return out
 
@@ -46,6 +48,9 @@ def select_by_scores(
 ) -> Tensor:
     batch, heads, num = scores.shape
     device = scores.device
+    out = torch.empty(batch, heads, width, dtype=torch.int32, device=device)
+    if num == 0:
+        return out.fill_(-1)
     levels = torch.zeros(batch, heads, LEVELS, dtype=torch.int32, device=device)
     fill = blocks_for(2 * multiprocessors(device), batch * heads)
     grid = (min(fill, blocks_for(num, threads)), heads, batch)
@@ -54,7 +59,6 @@ def select_by_scores(
     wanted = _all_of(width, batch, device) if count is None else count
     constants = {"KEYS": 1, "SCORES": True, "THREADS": threads}
     taken = _take(scores, candidates, levels, wanted, width, survivors, constants)
-    out = torch.empty(batch, heads, width, dtype=torch.int32, device=device)
     final = best_scores(THREADS=2 * threads, DIGIT=DIGIT, LEVELS=LEVELS)
     launch(final, (heads, batch), 2 * threads, scores, candidates, survivors, taken, out)
     return out

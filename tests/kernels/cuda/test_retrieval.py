@@ -151,6 +151,15 @@ def test_the_best_scores_are_selected_at_real_sizes(C: int, levels: int, device:
     check_by_scores(torch.randn(scores.shape) * 1e-30, candidates, 100, device)
 
 
+def test_of_nothing_nothing_is_selected(device: torch.device) -> None:
+    none = torch.empty(1, 2, 0, dtype=torch.int32, device=device)
+    count, lengths = ints(3).to(device), ints(0).to(device)
+    votes = Votes(none.to(torch.uint8), torch.zeros(1, 2, 97, dtype=torch.int32, device=device))
+    nothing = torch.full((1, 2, 3), -1, dtype=torch.int32)
+    assert_same(select_kernel.select_by_votes(votes, count, lengths, 3, threads=8), nothing)
+    assert_same(select_kernel.select_by_scores(none.float(), none, 3, None, threads=8), nothing)
+
+
 def check_estimate(dim: int, m: int, tokens: int, candidates: int, device: torch.device, **how: int) -> None:
     keys = torch.randn(2, 2, tokens, dim, generator=generator(dim))
     codes = encode_naive.encode_keys(keys, m, 42)
