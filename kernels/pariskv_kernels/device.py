@@ -65,6 +65,20 @@ EVERYBODY = 0xFFFFFFFF
 if config.ENABLE_CUDASIM:
 
     @cuda.jit(device=True)
+    def block_max(value, warps, thread, threads):
+        """The largest of the block's values, for all its threads.
+
+        value  int64; warps  shared int64, an entry for each warp
+        """
+        cuda.syncthreads()
+        if thread == 0:
+            warps[0] = value
+        cuda.syncthreads()
+        cuda.atomic.max(warps, 0, value)
+        cuda.syncthreads()
+        return warps[0]
+
+    @cuda.jit(device=True)
     def scan(values, thread, threads):
         """Inclusive sums over a block: values[t] becomes values[0] + ... + values[t], and so does what is returned.
 
@@ -81,6 +95,20 @@ if config.ENABLE_CUDASIM:
         return values[thread]
 
 else:
+
+    @cuda.jit(device=True)
+    def block_max(value, warps, thread, threads):
+        """The largest of the block's values, as in the simulator: within warps by shuffles, then over the warps."""
+        step = WARP // 2
+        while step > 0:
+            value = max(value, cuda.shfl_xor_sync(EVERYBODY, value, step))
+            step //= 2
+        cuda.syncthreads()
+        warps[thread // WARP] = value
+        cuda.syncthreads()
+        for warp in range((threads + WARP - 1) // WARP):
+            value = max(value, warps[warp])
+        return value
 
     @cuda.jit(device=True)
     def scan(values, thread, threads):

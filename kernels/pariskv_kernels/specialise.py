@@ -26,6 +26,9 @@ from numba import config, cuda
 config.CUDA_LOW_OCCUPANCY_WARNINGS = False  # a decode step's grids are small: a block for each head is meant
 
 
+THREADS = "THREADS"
+"""The constant that tells a kernel's threads, where it has one: no more registers are used than so many can have."""
+
 LONGEST_NAME = 120
 """Characters of a kernel's name before the digest; a file's name has at most 255, with what Numba adds."""
 
@@ -52,7 +55,9 @@ class Template:
         key = tuple(sorted(constants.items(), key=lambda item: item[0]))
         if key not in self._made:
             name = _name(self.function.__name__, [_label(name, value) for name, value in key])
-            self._made[key] = cuda.jit(cache=not config.ENABLE_CUDASIM)(self._specialised(name, constants))
+            kernel = self._specialised(name, constants)
+            options = {} if config.ENABLE_CUDASIM else {"cache": True, "launch_bounds": constants.get(THREADS)}
+            self._made[key] = cuda.jit(**options)(kernel)
         return self._made[key]
 
     def _specialised(self, name: str, constants: dict[str, Any]) -> Callable[..., None]:

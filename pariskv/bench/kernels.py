@@ -72,7 +72,6 @@ class Inputs:
     steady: Tensor
     valid: Tensor
     lengths: Tensor
-    targets: Tensor
     count: Tensor
     width: int
     codes: Any  # KeyCodes
@@ -134,7 +133,7 @@ def make_inputs(settings: Settings, tokens: int, device: torch.device) -> Inputs
     from pariskv_kernels.select import select_by_votes
     from pariskv_kernels.srht import rotate_group_mean
     from pariskv_kernels.tiers import tier_table
-    from pariskv_plugins.paris.coarse import collision_targets
+    from pariskv_plugins.paris.coarse import COLLIDING
 
     def random(*size: int) -> Tensor:
         return torch.randn(settings.batch, settings.kv_heads, *size, dtype=settings.dtype, device=device)
@@ -143,10 +142,10 @@ def make_inputs(settings: Settings, tokens: int, device: torch.device) -> Inputs
     keys, heads = random(tokens, settings.head_dim), random(settings.group, settings.head_dim)
     lengths = torch.full((settings.batch,), tokens, dtype=torch.int32, device=device)
     width = CandidateRule.parse(settings.candidates).count(tokens, most)
-    count, targets = torch.full_like(lengths, width), collision_targets(lengths)
+    count = torch.full_like(lengths, width)
     codes = encode_keys(keys, SUBSPACE_DIM, SEED)
     rotated = rotate_group_mean(heads, SEED)
-    table = tier_table(rotated, codes.counts, targets)
+    table = tier_table(rotated, codes.counts, lengths, COLLIDING)
     votes = collide(codes.signs, table, lengths)
     candidates = select_by_votes(votes, count, lengths, width)
     return Inputs(
@@ -156,7 +155,6 @@ def make_inputs(settings: Settings, tokens: int, device: torch.device) -> Inputs
         steady=torch.ones(settings.batch, STEADY, dtype=torch.bool, device=device),
         valid=torch.ones(settings.batch, settings.kv_heads, most, dtype=torch.bool, device=device),
         lengths=lengths,
-        targets=targets,
         count=count,
         width=width,
         codes=codes,
@@ -176,6 +174,7 @@ def kernels(top_ks: tuple[int, ...]) -> list[Kernel]:
     from pariskv_kernels.select import select_by_votes
     from pariskv_kernels.srht import rotate_group_mean
     from pariskv_kernels.tiers import tier_table
+    from pariskv_plugins.paris.coarse import COLLIDING
 
     return [
         Kernel(
@@ -190,7 +189,7 @@ def kernels(top_ks: tuple[int, ...]) -> list[Kernel]:
         ),
         Kernel(
             "tier table",
-            lambda one: tier_table(one.rotated, one.codes.counts, one.targets),
+            lambda one: tier_table(one.rotated, one.codes.counts, one.lengths, COLLIDING),
             lambda one: _bytes(one.rotated, one.codes.counts, one.table),
         ),
         Kernel(

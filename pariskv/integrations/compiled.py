@@ -33,7 +33,7 @@ def running(cache: ParisCache) -> Iterator[None]:
 
 def is_running() -> bool:
     """A step of ours is being traced, and not somebody's compiled model with another cache."""
-    return bool(_running)
+    return len(_running) > 0  # torch 2.11 cannot trace bool() of a list
 
 
 @torch.library.custom_op("pariskv::layer", mutates_args=())

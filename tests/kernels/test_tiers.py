@@ -103,9 +103,21 @@ def test_wrong_arguments_are_named() -> None:
         tier_table(rotated, counts[:, :, :7], targets)
     with pytest.raises(TypeError, match=r"^counts"):
         tier_table(rotated, counts.long(), targets)
-    with pytest.raises(ValueError, match=r"^targets"):
+    with pytest.raises(ValueError, match=r"^lengths"):
         tier_table(rotated, counts, targets[:1])
-    with pytest.raises(TypeError, match=r"^targets"):
+    with pytest.raises(TypeError, match=r"^lengths"):
         tier_table(rotated, counts, targets.float())
     with pytest.raises(ValueError, match=r"^subspace_dim"):
         tier_table(rotated, counts[..., :64], targets)
+    for shares in ((), ((1, 50),), ((0, 50), (0, 30))):
+        with pytest.raises(ValueError, match=r"^shares"):
+            tier_table(rotated, counts, targets, shares)
+
+
+def test_the_share_goes_by_the_length_of_the_row() -> None:
+    rotated, counts = problem(8, 64, 1000)
+    shares = ((0, 50), (500, 30), (1000, 25))
+    for length, share in ((499, 50), (500, 30), (999, 30), (1000, 25), (4000, 25)):
+        lengths = torch.full((2,), length)
+        targets = (lengths * share + 99) // 100
+        assert torch.equal(tier_table(rotated, counts, lengths, shares), tier_table(rotated, counts, targets))

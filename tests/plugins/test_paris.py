@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from pariskv_kernels.tiers.naive import collision_targets
 from pariskv_plugins import paris
 from pariskv_plugins.paris import Options, ParisKV
-from pariskv_plugins.paris.coarse import collision_targets
+from pariskv_plugins.paris.coarse import COLLIDING
 from torch import Tensor
 
 from pariskv.errors import ConfigError, PluginContractError
@@ -115,7 +116,7 @@ def test_collision_targets_are_the_papers_ratios_rounded_up() -> None:
     lengths = [0, 1, 4_999, 5_000, 9_999, 10_000, 29_999, 30_000, 1_000_001]
     ratios = [50, 50, 50, 30, 30, 25, 25, 20, 20]
     wanted = [math.ceil(length * ratio / 100) for length, ratio in zip(lengths, ratios, strict=True)]
-    assert collision_targets(torch.tensor(lengths, dtype=torch.int32)).tolist() == wanted
+    assert collision_targets(torch.tensor(lengths, dtype=torch.int32), COLLIDING).tolist() == wanted
 
 
 @pytest.mark.parametrize("m", [4, 8])

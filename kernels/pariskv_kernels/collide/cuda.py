@@ -29,14 +29,14 @@ def collide(signs: Tensor, table: Tensor, lengths: Tensor, max_weight: int, thre
     keys = 8 if num_tokens % 8 == 0 else 1
     packed = keys == 8 and votes.dtype == torch.uint8
     constants = {"SUBSPACES": subspaces, "PATTERNS": table.shape[3], "BINS": bins, "COPIES": COPIES}
-    kernel = count_votes(**constants, KEYS=keys, PACKED=packed, LOADS=LOADS)
+    kernel = count_votes(**constants, KEYS=keys, PACKED=packed, LOADS=LOADS, THREADS=threads)
     fill = blocks_for(BLOCKS_PER_MULTIPROCESSOR * multiprocessors(signs.device), batch * heads)
     launch(
         kernel,
         (min(fill, blocks_for(num_tokens, keys * threads)), heads, batch),
         threads,
         signs.view(torch.int64).view(-1) if keys == 8 else signs.view(-1),
-        table.view(-1),
+        table.view(torch.int64).view(-1),
         lengths,
         votes.view(torch.int64).view(-1) if packed else votes.view(-1),
         histogram,
@@ -53,13 +53,20 @@ def count_votes(signs, table, lengths, votes, histogram, row_words):
     """
     weights = cuda.shared.array(SUBSPACES * PATTERNS, np.uint8)
     bins = cuda.shared.array(BINS * COPIES, np.int32)
-    thread, threads = np.uint32(cuda.threadIdx.x), np.uint32(cuda.blockDim.x)
+    thread, threads = np.uint32(cuda.threadIdx.x), np.uint32(THREADS)
     h, b = cuda.blockIdx.y & 65535, cuda.blockIdx.z & 65535
     head = np.uint64(b * cuda.gridDim.y + h)
-    for i in range(thread, np.uint32(SUBSPACES * PATTERNS), threads):
-        weights[i] = table[head * np.uint64(SUBSPACES * PATTERNS) + i]
+    for i in static((SUBSPACES * PATTERNS // 8 + THREADS - 1) // THREADS):  # eight weights a load, all at once
+        at = min(thread + np.uint32(i * THREADS), np.uint32(SUBSPACES * PATTERNS // 8 - 1))
+        eight[i] = np.uint64(table[head * np.uint64(SUBSPACES * PATTERNS // 8) + np.uint64(at)])
     for i in range(thread, np.uint32(BINS * COPIES), threads):
         bins[i] = 0
+    for i in static((SUBSPACES * PATTERNS // 8 + THREADS - 1) // THREADS):
+        at = min(thread + np.uint32(i * THREADS), np.uint32(SUBSPACES * PATTERNS // 8 - 1))
+        for k in static(8):
+            weights[np.uint32(np.uint32(8) * at + np.uint32(k))] = np.uint8(
+                eight[i] >> np.uint64(8 * k) & np.uint64(255)
+            )
     cuda.syncthreads()
     words = np.uint64(row_words)
     length = np.uint64(min(np.int64(lengths[b]), row_words * KEYS))
@@ -71,7 +78,7 @@ def count_votes(signs, table, lengths, votes, histogram, row_words):
         at = head * np.uint64(SUBSPACES) * words + min(w, used - np.uint64(1))
         for pair in static((KEYS + 1) // 2):
             sums[pair] = np.uint32(0)
-        for group in static(max(SUBSPACES // LOADS, 1)):
+        for group in range(max(SUBSPACES // LOADS, 1)):
             for i in static(min(SUBSPACES, LOADS)):
                 word[i] = np.uint64(signs[at + np.uint64(group * LOADS + i) * words])
             loads_first()

@@ -1,4 +1,8 @@
-"""`estimate_scores` on a GPU: one thread for each candidate, products q_j x level looked up in shared memory."""
+"""`estimate_scores` on a GPU: a thread for each candidate, products q_j x level looked up in shared memory.
+
+A candidate's codes lie side by side, and candidates anywhere. So the threads of a block bring the codes of all its
+candidates to shared memory together, neighbours reading neighbouring words; then each thread takes its own.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +19,31 @@ from pariskv_kernels.launch import blocks_for, launch, multiprocessors
 from pariskv_kernels.quantizer import level_table
 from pariskv_kernels.specialise import static, template
 
+SHARED = 48 << 10
+"""Bytes of shared memory that a block can have."""
+
+BLOCKS_PER_MULTIPROCESSOR = 8
+
 
 def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor, threads: int = 256) -> Tensor:
     batch, heads, padded = rotated.shape
     candidates, subspaces = indices.shape[2], weights.shape[3]
     scores = torch.empty(indices.shape, dtype=torch.float32, device=rotated.device)
     levels = _scaled_levels(padded, padded // subspaces, rotated.device)
+    word = torch.int64 if padded % 16 == 0 and subspaces % 4 == 0 else torch.int32
+    code_words, weight_words = padded // (2 * word.itemsize), subspaces * 2 // word.itemsize
+    row = (code_words + weight_words) | 1  # an odd number of words: threads side by side meet different banks
+    while threads * (row * word.itemsize + 4) + padded * 16 * 4 > SHARED:
+        threads //= 2
     kernel = estimate(
         PADDED=padded,
         M=padded // subspaces,
-        CODES=16 if padded % 16 == 0 else 8,
-        HALVES=4 if subspaces % 4 == 0 else 2,
+        BYTES=word.itemsize,
+        CODE_WORDS=code_words,
+        WEIGHT_WORDS=weight_words,
+        ROW=row,
+        THREADS=threads,
+        word=np.uint64 if word.itemsize == 8 else np.uint32,
     )
     fill = blocks_for(BLOCKS_PER_MULTIPROCESSOR * multiprocessors(rotated.device), batch * heads)
     launch(
@@ -33,17 +51,14 @@ def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Te
         (min(fill, blocks_for(candidates, threads)), heads, batch),
         threads,
         rotated,
-        codes.view(torch.int64 if padded % 16 == 0 else torch.int32).view(-1),
-        weights.view(torch.int64 if subspaces % 4 == 0 else torch.int32).view(-1),
+        codes.view(word).view(-1),
+        weights.view(word).view(-1),
         indices,
         levels,
         scores,
         codes.shape[2],
     )
     return scores
-
-
-BLOCKS_PER_MULTIPROCESSOR = 8
 
 
 @lru_cache
@@ -53,38 +68,57 @@ def _scaled_levels(padded: int, subspace_dim: int, device: torch.device) -> Tens
 
 @template
 def estimate(rotated, codes, weights, indices, levels, scores, tokens):
-    """codes [B, H, tokens, P / CODES], CODES coordinates a word; weights [B, H, tokens, S / HALVES].
+    """codes [B, H, tokens, CODE_WORDS] and weights [B, H, tokens, WEIGHT_WORDS], words of BYTES bytes.
 
     Both lie in a line, and are indexed by unsigned numbers: Numba would test others for being negative.
     """
     table = cuda.shared.array(PADDED * 16, np.float32)
-    thread, threads = np.uint32(cuda.threadIdx.x), np.uint32(cuda.blockDim.x)
+    staged = cuda.shared.array(THREADS * ROW, word)  # each candidate's codes, then its weights
+    position = cuda.shared.array(THREADS, np.int32)
+    thread = np.uint32(cuda.threadIdx.x)
     h, b = cuda.blockIdx.y & 65535, cuda.blockIdx.z & 65535
     queries, candidates, out = rotated[b, h], indices[b, h], scores[b, h]
-    for i in range(thread, np.uint32(PADDED * 16), threads):
-        table[i] = queries[i >> np.uint32(4)] * levels[i & np.uint32(15)]
-    cuda.syncthreads()
+    level = levels[thread & np.uint32(15)]
+    for i in static((PADDED * 16 + THREADS - 1) // THREADS):
+        coordinate[i] = queries[min(np.uint32(thread + np.uint32(i * THREADS)) >> np.uint32(4), np.uint32(PADDED - 1))]
+    for i in static((PADDED * 16 + THREADS - 1) // THREADS):
+        if np.uint32(thread + np.uint32(i * THREADS)) < np.uint32(PADDED * 16):
+            table[np.uint32(thread + np.uint32(i * THREADS))] = coordinate[i] * level
     first_row = np.uint64(b * cuda.gridDim.y + h) * np.uint64(tokens)
     num = np.uint32(indices.shape[2])
-    # The same number of rounds for all threads of a block; those past the end look at the last candidate again.
-    for start in range(np.uint32(cuda.blockIdx.x) * threads, num, cuda.gridDim.x * threads):
-        c = start + thread
-        n = candidates[min(c, num - np.uint32(1))]
-        row = first_row + np.uint64(max(n, 0))
-        for w in static(PADDED // CODES):
-            word[w] = np.uint64(codes[row * np.uint64(PADDED // CODES) + np.uint64(w)])
-        for w in static(PADDED // M // HALVES):
-            halves[w] = np.uint64(weights[row * np.uint64(PADDED // M // HALVES) + np.uint64(w)])
+    for start in range(np.uint32(cuda.blockIdx.x) * np.uint32(THREADS), num, cuda.gridDim.x * np.uint32(THREADS)):
+        # Past the end the last candidate again.
+        n = candidates[min(start + thread, num - np.uint32(1))]
+        cuda.syncthreads()  # the round before is done with what is shared
+        position[thread] = max(n, 0)
+        cuda.syncthreads()
+        for i in static(CODE_WORDS):
+            at = np.uint32(thread + np.uint32(i * THREADS))
+            row = first_row + np.uint64(position[at // np.uint32(CODE_WORDS)])
+            code[i] = codes[row * np.uint64(CODE_WORDS) + np.uint64(at % np.uint32(CODE_WORDS))]
+        for i in static(WEIGHT_WORDS):
+            at = np.uint32(thread + np.uint32(i * THREADS))
+            row = first_row + np.uint64(position[at // np.uint32(WEIGHT_WORDS)])
+            weight[i] = weights[row * np.uint64(WEIGHT_WORDS) + np.uint64(at % np.uint32(WEIGHT_WORDS))]
         loads_first()
+        for i in static(CODE_WORDS):
+            at = np.uint32(thread + np.uint32(i * THREADS))
+            staged[at // np.uint32(CODE_WORDS) * np.uint32(ROW) + at % np.uint32(CODE_WORDS)] = code[i]
+        for i in static(WEIGHT_WORDS):
+            at = np.uint32(thread + np.uint32(i * THREADS))
+            to = at // np.uint32(WEIGHT_WORDS) * np.uint32(ROW) + at % np.uint32(WEIGHT_WORDS)
+            staged[to + np.uint32(CODE_WORDS)] = weight[i]
+        cuda.syncthreads()
+        mine = thread * np.uint32(ROW)
         score = np.float32(0)
         for s in static(PADDED // M):
             block = np.float32(0)
             # The codes of one subspace as a number of 32 bits.
-            part = np.uint32(word[s * M // CODES] >> np.uint64(4 * (s * M % CODES)))
+            part = np.uint32(staged[mine + np.uint32(s * M // (2 * BYTES))] >> word(4 * (s * M % (2 * BYTES))))
             for j in static(M):
                 nibble = np.uint32(part >> np.uint32(4 * j) & np.uint32(15))
                 block += table[np.uint32(nibble + np.uint32((s * M + j) * 16))]
-            half = np.int32(halves[s // HALVES] >> np.uint64(16 * (s % HALVES)) & np.uint64(0xFFFF))
-            score += fp16_to_float(half) * block
-        if c < num:
-            out[c] = score if n >= 0 else np.float32(-math.inf)
+            two = staged[mine + np.uint32(CODE_WORDS + 2 * s // BYTES)] >> word(16 * (s % (BYTES // 2)))
+            score += fp16_to_float(np.int32(two & word(0xFFFF))) * block
+        if start + thread < num:
+            out[start + thread] = score if n >= 0 else np.float32(-math.inf)

@@ -63,9 +63,9 @@ def select_by_scores(scores: Tensor, candidates: Tensor, width: int, count: Tens
 
         return cpu.select_by_scores(scores, candidates, width, count)
     if scores.dtype == torch.float32 and is_on_gpu(scores, candidates):
-        from pariskv_kernels.select import cuda
+        from pariskv_kernels.select import cuda_scores
 
-        return cuda.select_by_scores(scores, candidates, width, count)
+        return cuda_scores.select_by_scores(scores, candidates, width, count)
     return naive.select_by_scores(scores, candidates, width, count)
 
 

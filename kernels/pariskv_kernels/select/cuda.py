@@ -1,15 +1,10 @@
-"""`select_by_votes` and `select_by_scores` on a GPU: exact, ties to the lower place, results in order.
+"""`select_by_votes` on a GPU: exact, ties to the lower place, results in order. (`select_by_scores`: `cuda_scores.py`.)
 
-A histogram gives the lowest level that is taken. Then every tile counts what it takes (`count_taken`), so that it
-can give every taken element its place (`place_taken`): nothing depends on the order in which threads run.
-Levels are the votes themselves, or the first 12 bits of the scores; of the scores in the level that is cut
-through, `best_scores` tells apart the few that are left.
+The histogram gives the lowest number of votes that is taken. Then every tile counts what it takes (`count_taken`), so
+that it can give every taken key its place (`place_taken`): nothing depends on the order in which threads run.
 """
 
 from __future__ import annotations
-
-import math
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -18,109 +13,51 @@ from torch import Tensor
 
 from pariskv_kernels.collide.naive import Votes
 from pariskv_kernels.device import loads_first, scan
-from pariskv_kernels.launch import blocks_for, launch, multiprocessors
+from pariskv_kernels.launch import blocks_for, launch
 from pariskv_kernels.specialise import static, template
 
 WORDS = 4
-"""Words that a thread looks at."""
+"""Words that a thread looks at; at most 32 keys, a bit each."""
 
-LEVELS, DIGIT = 4096, 1024
-"""12 + 10 + 10 bits of a score."""
+THRESHOLD, PLACED, TIES = range(3)
+"""What is taken of a row: everything above the threshold and the first ties, `placed` keys in all."""
 
-THRESHOLD, PLACED, TIES, NEEDED = range(4)
-"""What is taken of a row: everything above the threshold and the first ties, `placed` elements in all; of the
-lowest level `needed` are wanted."""
+HIGH = 0x80808080
+"""The highest bit of each of four bytes."""
 
 
 def select_by_votes(votes: Votes, count: Tensor, lengths: Tensor, width: int, threads: int = 256) -> Tensor:
     batch, heads, num_tokens = votes.votes.shape
-    out = torch.empty(batch, heads, width, dtype=torch.int32, device=votes.votes.device)
+    device = votes.votes.device
+    out = torch.empty(batch, heads, width, dtype=torch.int32, device=device)
     if num_tokens == 0:
         return out.fill_(-1)
     keys = 8 if votes.votes.dtype == torch.uint8 and num_tokens % 8 == 0 else 1
     words = votes.votes.view(torch.int64) if keys == 8 else votes.votes
-    _take(words, lengths, votes.histogram, count, width, out, {"KEYS": keys, "SCORES": False, "THREADS": threads})
+    tiles = blocks_for(num_tokens, WORDS * keys * threads)
+    taken = torch.empty(batch, heads, 3 + tiles, dtype=torch.int32, device=device)
+    constants, grid = {"KEYS": keys, "WORDS": WORDS, "THREADS": threads}, (tiles, heads, batch)
+    launch(count_taken(**constants), grid, threads, words, lengths, votes.histogram, count, taken, width)
+    launch(place_taken(**constants), grid, threads, words, lengths, taken, out)
     return out
 
 
-def select_by_scores(
-    scores: Tensor, candidates: Tensor, width: int, count: Tensor | None, threads: int = 256
-) -> Tensor:
-    batch, heads, num = scores.shape
-    device = scores.device
-    out = torch.empty(batch, heads, width, dtype=torch.int32, device=device)
-    if num == 0:
-        return out.fill_(-1)
-    levels = torch.zeros(batch, heads, LEVELS, dtype=torch.int32, device=device)
-    fill = blocks_for(2 * multiprocessors(device), batch * heads)
-    grid = (min(fill, blocks_for(num, threads)), heads, batch)
-    launch(count_levels(LEVELS=LEVELS), grid, threads, scores, candidates, levels)
-    survivors = torch.empty(batch, heads, num, dtype=torch.int32, device=device)
-    wanted = _all_of(width, batch, device) if count is None else count
-    constants = {"KEYS": 1, "SCORES": True, "THREADS": threads}
-    taken = _take(scores, candidates, levels, wanted, width, survivors, constants)
-    final = best_scores(THREADS=2 * threads, DIGIT=DIGIT, LEVELS=LEVELS)
-    launch(final, (heads, batch), 2 * threads, scores, candidates, survivors, taken, out)
-    return out
-
-
-@lru_cache
-def _all_of(width: int, batch: int, device: torch.device) -> Tensor:
-    return torch.full((batch,), width, dtype=torch.int32, device=device)
-
-
-def _take(
-    words: Tensor, valid: Tensor, histogram: Tensor, count: Tensor, width: int, out: Tensor, constants: dict[str, int]
-) -> Tensor:
-    """Write what is taken of every row, at most `width` and the rest of the lowest level, in order into out.
-
-    words    votes or scores; valid: the rows' lengths [B], or the candidates [B, H, C]
-    returns  int32 [B, H, 4 + 2 x tiles], what is taken of a row (see THRESHOLD) and by each tile
-    """
-    batch, heads, num_words = words.shape
-    tiles = blocks_for(num_words, WORDS * constants["THREADS"])
-    taken = torch.empty(batch, heads, 4 + 2 * tiles, dtype=torch.int32, device=words.device)
-    grid, threads = (tiles, heads, batch), constants["THREADS"]
-    counting = count_taken(**constants, WORDS=WORDS)
-    launch(counting, grid, threads, words, valid, histogram, count, taken, width)
-    launch(place_taken(**constants, WORDS=WORDS), grid, threads, words, valid, taken, out)
-    return taken
+@cuda.jit(device=True)
+def bytes_at_least(four, level):
+    """One bit for each of the four bytes of a word, set where the byte is `level` or more; 256 is more than any."""
+    bound = np.uint32(min(level, 255) * 0x01010101)
+    # Without its highest bit each byte is compared by a subtraction that borrows from nobody.
+    low = np.uint32(np.uint32(four | np.uint32(HIGH)) - np.uint32(bound & np.uint32(0x7F7F7F7F)))
+    same = np.uint32(~(four ^ bound) & low)
+    high = np.uint32((np.uint32(four & ~bound) | same) & np.uint32(HIGH))
+    together = np.uint32(np.uint64(np.uint32(high >> np.uint32(7)) * np.uint64(0x01020408)) >> np.uint64(24))
+    return np.uint32(together & np.uint32(15)) if level < 256 else np.uint32(0)
 
 
 @cuda.jit(device=True)
-def order_of(score):
-    """An unsigned number that orders like the score; NaN like -inf."""
-    if score != score:
-        score = np.float32(-math.inf)
-    if score == 0:
-        score = np.float32(0)  # -0 ties with 0
-    bits = score.view(np.uint32)
-    return np.uint32(~bits) if bits >> np.uint32(31) else np.uint32(bits | np.uint32(0x80000000))
-
-
-@cuda.jit(device=True)
-def level_of(score, candidate):
-    """The first 12 bits of the score's order, -1 for an empty place."""
-    return int(order_of(score) >> np.uint32(20)) if candidate >= 0 else -1
-
-
-@template
-def count_levels(scores, candidates, levels):
-    """How many candidates have each level."""
-    bins = cuda.shared.array(LEVELS, np.int32)
-    thread, threads = cuda.threadIdx.x & 1023, cuda.blockDim.x & 2047
-    h, b = cuda.blockIdx.y & 65535, cuda.blockIdx.z & 65535
-    for i in range(thread, LEVELS, threads):
-        bins[i] = 0
-    cuda.syncthreads()
-    for c in range(cuda.blockIdx.x * threads + thread, scores.shape[2], cuda.gridDim.x * threads):
-        level = level_of(scores[b, h, c], candidates[b, h, c])
-        if level >= 0:
-            cuda.atomic.add(bins, level, 1)
-    cuda.syncthreads()
-    for i in range(thread, LEVELS, threads):
-        if bins[i] > 0:
-            cuda.atomic.add(levels, (b, h, i), bins[i])
+def first_bits(number):
+    """A word whose first `number` bits are set, none for a negative number, all for 32 and more."""
+    return np.uint32((np.uint64(1) << np.uint64(min(max(number, 0), 32))) - np.uint64(1))
 
 
 @cuda.jit(device=True)
@@ -155,159 +92,91 @@ def lowest_taken(bins, wanted, sums, found, thread, threads):
 
 
 @template
-def count_taken(words, valid, histogram, count, taken, width):
-    """How many elements of each tile lie above the threshold, and on it."""
+def count_taken(words, lengths, histogram, count, taken, width):
+    """How many keys of each tile lie above the threshold (16 bits), and on it (16 bits); with it, see THRESHOLD."""
     sums = cuda.shared.array(THREADS, np.int32)
     found = cuda.shared.array(3, np.int32)
     thread, tile = cuda.threadIdx.x & 1023, cuda.blockIdx.x & 0x7FFFFFFF
     h, b = cuda.blockIdx.y & 65535, cuda.blockIdx.z & 65535
-    bins = histogram[b, h]
-    lowest_taken(bins, min(count[b], width), sums, found, thread, THREADS)
-    threshold, above, wanted = found[0], found[1], found[2]
-    if tile == 0 and thread == 0:
-        taken[b, h, 1] = wanted
-        taken[b, h, 2] = wanted - above
-        taken[b, h, 3] = wanted - above
-        if SCORES and wanted > 0:
-            taken[b, h, 1] = above + bins[threshold]
-            taken[b, h, 2] = 0
-    if SCORES:
-        threshold -= 1  # the level that is cut through is kept whole
-    if tile == 0 and thread == 0:
-        taken[b, h, 0] = threshold
     row = words[b, h]
     first = (tile * THREADS + thread) * WORDS
-    length = row.shape[0] * KEYS if SCORES else min(valid[b], row.shape[0] * KEYS)
     for i in static(WORDS):
-        at[i] = np.uint32(min(first + i, row.shape[0] - 1))
-        word[i] = row[at[i]]
-        if SCORES:
-            candidate[i] = valid[b, h, at[i]]
+        word[i] = row[np.uint32(min(first + i, row.shape[0] - 1))]
     loads_first()
-    above_and_ties = 0  # in 16 bits each
+    lowest_taken(histogram[b, h], min(count[b], width), sums, found, thread, THREADS)
+    threshold = found[0]
+    if tile == 0 and thread == 0:
+        taken[b, h, 0], taken[b, h, 1], taken[b, h, 2] = threshold, found[2], found[2] - found[1]
+    above, ties = np.uint32(0), np.uint32(0)
     for i in static(WORDS):
-        for k in static(KEYS):
-            if SCORES:
-                level = level_of(word[i], candidate[i])
-            else:
-                level = int(word[i] >> 8 * k) & 255 if KEYS == 8 else int(word[i])
-            if (first + i) * KEYS + k < length:
-                above_and_ties += (level > threshold) + ((level == threshold) << 16)
-    sums[thread] = above_and_ties
+        if KEYS == 8:
+            for half in static(2):
+                four = np.uint32(np.uint64(word[i]) >> np.uint64(32 * half))
+                more, level = bytes_at_least(four, threshold + 1), bytes_at_least(four, threshold)
+                above = np.uint32(above | np.uint32(more << np.uint32(8 * i + 4 * half)))
+                ties = np.uint32(ties | np.uint32((level ^ more) << np.uint32(8 * i + 4 * half)))
+        else:
+            above = np.uint32(above | np.uint32((int(word[i]) > threshold) << i))
+            ties = np.uint32(ties | np.uint32((int(word[i]) == threshold) << i))
+    valid = first_bits(min(lengths[b], row.shape[0] * KEYS) - first * KEYS)
+    sums[thread] = cuda.popc(np.uint32(above & valid)) | cuda.popc(np.uint32(ties & valid)) << 16
     scan(sums, thread, THREADS)
     if thread == 0:
-        taken[b, h, 4 + 2 * tile] = sums[THREADS - 1] & 0xFFFF
-        taken[b, h, 5 + 2 * tile] = sums[THREADS - 1] >> 16
+        taken[b, h, 3 + tile] = sums[THREADS - 1]
 
 
 @template
-def place_taken(words, valid, taken, out):
+def place_taken(words, lengths, taken, out):
     """Positions above the threshold and the first ties, in order; the rest of the row is -1."""
     sums = cuda.shared.array(THREADS, np.int32)
-    ties = cuda.shared.array(THREADS, np.int32)
+    ties_of = cuda.shared.array(THREADS, np.int32)
     thread, tile = cuda.threadIdx.x & 1023, cuda.blockIdx.x & 0x7FFFFFFF
     h, b = cuda.blockIdx.y & 65535, cuda.blockIdx.z & 65535
-    threshold, placed, wanted_ties = taken[b, h, 0], taken[b, h, 1], taken[b, h, 2]
     row, chosen = words[b, h], out[b, h]
     first = (tile * THREADS + thread) * WORDS
     for i in static(WORDS):
-        at[i] = np.uint32(min(first + i, row.shape[0] - 1))
-        word[i] = row[at[i]]
-        if SCORES:
-            candidate[i] = valid[b, h, at[i]]
-    loads_first()
-    for place in range(placed + tile * THREADS + thread, out.shape[2], cuda.gridDim.x * THREADS):
-        out[b, h, place] = -1
-
+        word[i] = row[np.uint32(min(first + i, row.shape[0] - 1))]
+    threshold, placed, wanted_ties = taken[b, h, 0], taken[b, h, 1], taken[b, h, 2]
     # What earlier tiles hold.
     more_before, ties_before = 0, 0
     for earlier in range(thread, tile, THREADS):
-        more_before += taken[b, h, 4 + 2 * earlier]
-        ties_before += taken[b, h, 5 + 2 * earlier]
-    sums[thread], ties[thread] = more_before, ties_before
-    scan(sums, thread, THREADS)
-    scan(ties, thread, THREADS)
-    more_before, ties_before = sums[THREADS - 1], ties[THREADS - 1]
-    cuda.syncthreads()
-
-    # What earlier threads hold.
-    length = row.shape[0] * KEYS if SCORES else min(valid[b], row.shape[0] * KEYS)
-    above_and_ties = 0
+        both = taken[b, h, np.uint32(3 + earlier)]
+        more_before += both & 0xFFFF
+        ties_before += both >> 16
+    loads_first()
+    above, ties = np.uint32(0), np.uint32(0)
     for i in static(WORDS):
-        for k in static(KEYS):
-            level[i * KEYS + k] = -1
-            if (first + i) * KEYS + k < length:
-                if SCORES:
-                    level[i * KEYS + k] = level_of(word[i], candidate[i])
-                else:
-                    level[i * KEYS + k] = int(word[i] >> 8 * k) & 255 if KEYS == 8 else int(word[i])
-                above_and_ties += (level[i * KEYS + k] > threshold) + ((level[i * KEYS + k] == threshold) << 16)
-    sums[thread] = above_and_ties
-    before = scan(sums, thread, THREADS) - above_and_ties
-    more_before += before & 0xFFFF
-    ties_before += before >> 16
-    if above_and_ties > 0:
-        for i in static(WORDS * KEYS):
-            place = more_before + min(ties_before, wanted_ties)
-            if level[i] > threshold:
-                chosen[np.uint32(place)] = first * KEYS + i
-                more_before += 1
-            elif level[i] == threshold and level[i] >= 0:
-                if ties_before < wanted_ties:
-                    chosen[np.uint32(place)] = first * KEYS + i
-                ties_before += 1
+        if KEYS == 8:
+            for half in static(2):
+                four = np.uint32(np.uint64(word[i]) >> np.uint64(32 * half))
+                more, level = bytes_at_least(four, threshold + 1), bytes_at_least(four, threshold)
+                above = np.uint32(above | np.uint32(more << np.uint32(8 * i + 4 * half)))
+                ties = np.uint32(ties | np.uint32((level ^ more) << np.uint32(8 * i + 4 * half)))
+        else:
+            above = np.uint32(above | np.uint32((int(word[i]) > threshold) << i))
+            ties = np.uint32(ties | np.uint32((int(word[i]) == threshold) << i))
+    valid = first_bits(min(lengths[b], row.shape[0] * KEYS) - first * KEYS)
+    above, ties = np.uint32(above & valid), np.uint32(ties & valid)
+    num_above, num_ties = cuda.popc(above), cuda.popc(ties)
+    # Thread 0 brings what the earlier tiles hold into the sums over threads.
+    sums[thread], ties_of[thread] = more_before, ties_before
+    scan(sums, thread, THREADS)
+    scan(ties_of, thread, THREADS)
+    more_before, ties_before = sums[THREADS - 1], ties_of[THREADS - 1]
+    cuda.syncthreads()
+    sums[thread] = num_above | num_ties << 16
+    before = scan(sums, thread, THREADS)
+    more_before += (before & 0xFFFF) - num_above
+    ties_before += (before >> 16) - num_ties
 
-
-@template
-def best_scores(scores, candidates, survivors, taken, out):
-    """One block for each row: of the survivors, those above the level that was cut through, and the best of it."""
-    bins = cuda.shared.array(DIGIT, np.int32)
-    sums = cuda.shared.array(THREADS, np.int32)
-    ties = cuda.shared.array(THREADS, np.int32)
-    found = cuda.shared.array(3, np.int32)
-    thread, h, b = cuda.threadIdx.x & 1023, cuda.blockIdx.x & 65535, cuda.blockIdx.y & 65535
-    cut, num, needed = taken[b, h, 0] + 1, taken[b, h, 1], taken[b, h, 3]
-    row = scores[b, h]
-
-    # The order of the last one taken, bit by bit: 12 bits are known, 10 + 10 follow.
-    last = np.uint32(cut << 20) if cut < LEVELS else np.uint32(0)
-    for digit in range(2):
-        shift, known = (10, 20) if digit == 0 else (0, 10)
-        for i in range(thread, DIGIT, THREADS):
-            bins[i] = 0
-        cuda.syncthreads()
-        for i in range(thread, num, THREADS):
-            order = order_of(row[survivors[b, h, i]])
-            if order >> np.uint32(known) == last >> np.uint32(known):
-                cuda.atomic.add(bins, int(order >> np.uint32(shift)) & (DIGIT - 1), 1)
-        cuda.syncthreads()
-        lowest_taken(bins, needed, sums, found, thread, THREADS)
-        if needed > 0:
-            last = np.uint32(last | np.uint32(found[0] << shift))
-        needed -= found[1]
-        cuda.syncthreads()
-
-    # Every thread has a stretch of its own; places follow from what the stretches before it take.
-    stretch = (num + THREADS - 1) // THREADS
-    start, stop = min(thread * stretch, num), min((thread + 1) * stretch, num)
-    more, equal = 0, 0
-    for i in range(start, stop):
-        order = order_of(row[survivors[b, h, i]])
-        more += order > last
-        equal += order == last
-    sums[thread], ties[thread] = more, equal
-    more = scan(sums, thread, THREADS) - more
-    equal = scan(ties, thread, THREADS) - equal
-    for i in range(start, stop):
-        c = survivors[b, h, i]
-        order = order_of(row[c])
-        if order > last:
-            out[b, h, more + min(equal, needed)] = candidates[b, h, c]
-            more += 1
-        elif order == last:
-            if equal < needed:
-                out[b, h, more + equal] = candidates[b, h, c]
-            equal += 1
-    total = sums[THREADS - 1] + min(ties[THREADS - 1], needed)
-    for place in range(total + thread, out.shape[2], THREADS):
-        out[b, h, place] = -1
+    place = np.uint32(more_before + min(ties_before, wanted_ties))
+    for _ in range(num_ties - min(num_ties, max(wanted_ties - ties_before, 0))):
+        ties = np.uint32(ties & ~np.uint32(np.uint32(0x80000000) >> np.uint32(cuda.clz(ties))))
+    mask = np.uint32(above | ties)
+    while mask != 0:
+        bit = np.uint32(cuda.ffs(mask) - 1)
+        chosen[place] = first * KEYS + bit
+        place = np.uint32(place + np.uint32(1))
+        mask = np.uint32(mask & np.uint32(mask - np.uint32(1)))
+    for place in range(placed + tile * THREADS + thread, out.shape[2], cuda.gridDim.x * THREADS):
+        chosen[np.uint32(place)] = -1

@@ -11,19 +11,23 @@ from pariskv_kernels.launch import is_on_gpu
 from pariskv_kernels.tiers import naive
 
 MAX_WEIGHT = naive.MAX_WEIGHT
+Shares = naive.Shares
+ALL_KEYS: Shares = ((0, 100),)
 
 
-def tier_table(rotated: Tensor, counts: Tensor, targets: Tensor) -> Tensor:
+def tier_table(rotated: Tensor, counts: Tensor, lengths: Tensor, shares: Shares = ALL_KEYS) -> Tensor:
     """Weight 6 to 0 of every sign pattern of every subspace.
 
     rotated  [B, H, P]        float32, the rotated mean query, of any length
     counts   [B, H, S, 2^m]   int32, keys per pattern; m = 4 or 8, S = P / m
-    targets  [B]              integer, the keys that should collide in a subspace
+    lengths  [B]              int32 or int64, the keys of each row
+    shares                    from which length on, how many percent of them should collide in a subspace,
+                              rounded up: the row's target
     returns  [B, H, S, 2^m]   uint8
 
     Patterns are ranked by inner product with the query's block, equal ones by the lower number. With
     `before` the number of keys in all better patterns, the weight is how many of 5, 15, 30, 50, 75
-    and 100 % of the target exceed `before` (before x 100 < percent x target, in integers). So the best
+    and 100 % of the row's target exceed `before` (before x 100 < percent x target, in integers). So the best
     pattern weighs 6 whatever its population, and 0 is for those that start beyond the target.
 
     Raises TypeError or ValueError naming the argument.
@@ -36,14 +40,21 @@ def tier_table(rotated: Tensor, counts: Tensor, targets: Tensor) -> Tensor:
     check_subspace_dim(subspace_dim)
     check_shape("counts", counts, batch, heads, padded // subspace_dim, 1 << subspace_dim)
     check_dtype("counts", counts, torch.int32)
-    check_shape("targets", targets, batch)
-    check_dtype("targets", targets, torch.int32, torch.int64)
-    if is_compiled_for(rotated, counts, targets):
+    check_shape("lengths", lengths, batch)
+    check_dtype("lengths", lengths, torch.int32, torch.int64)
+    check_shares(shares)
+    if is_compiled_for(rotated, counts, lengths):
         from pariskv_kernels.tiers import cpu
 
-        return cpu.tier_table(rotated, counts, targets)
-    if is_on_gpu(rotated, counts, targets):
+        return cpu.tier_table(rotated, counts, lengths, shares)
+    if is_on_gpu(rotated, counts, lengths):
         from pariskv_kernels.tiers import cuda
 
-        return cuda.tier_table(rotated, counts, targets)
-    return naive.tier_table(rotated, counts, targets)
+        return cuda.tier_table(rotated, counts, lengths, shares)
+    return naive.tier_table(rotated, counts, lengths, shares)
+
+
+def check_shares(shares: Shares) -> None:
+    starts = [start for start, _ in shares]
+    if not shares or starts[0] != 0 or starts != sorted(set(starts)):
+        raise ValueError(f"shares: wanted ascending lengths of which the first is 0, got {starts}")

@@ -7,13 +7,14 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from pariskv_kernels.tiers.naive import MAX_WEIGHT, PERCENT
+from pariskv_kernels.tiers.naive import MAX_WEIGHT, PERCENT, Shares, collision_targets
 
 BUCKETS = 1024
 PERCENTS = np.array(PERCENT, dtype=np.int64)
 
 
-def tier_table(rotated: Tensor, counts: Tensor, targets: Tensor) -> Tensor:
+def tier_table(rotated: Tensor, counts: Tensor, lengths: Tensor, shares: Shares) -> Tensor:
+    targets = collision_targets(lengths, shares)
     table = torch.empty(counts.shape, dtype=torch.uint8)
     _tiers(rotated.numpy(), counts.numpy(), targets.numpy(), PERCENTS, table.numpy())
     return table

@@ -1,4 +1,4 @@
-"""`tier_table` on a GPU: one block for each subspace, one thread for each pattern."""
+"""`tier_table` on a GPU: one block for each subspace, SPLIT threads for each pattern and its complement."""
 
 from __future__ import annotations
 
@@ -9,42 +9,77 @@ from torch import Tensor
 
 from pariskv_kernels.launch import launch
 from pariskv_kernels.specialise import static, template
-from pariskv_kernels.tiers.naive import MAX_WEIGHT, percent
+from pariskv_kernels.tiers.naive import MAX_WEIGHT, Shares, percent, shares_on
+
+SPLIT = 4
+"""Threads that look at a part of the rivals each."""
 
 
-def tier_table(rotated: Tensor, counts: Tensor, targets: Tensor) -> Tensor:
+def tier_table(rotated: Tensor, counts: Tensor, lengths: Tensor, shares: Shares) -> Tensor:
     batch, heads, subspaces, patterns = counts.shape
-    table = torch.empty(counts.shape, dtype=torch.uint8, device=counts.device)
-    kernel = tiers(PATTERNS=patterns, M=patterns.bit_length() - 1, MAX_WEIGHT=MAX_WEIGHT)
-    launch(kernel, (subspaces, heads, batch), patterns, rotated, counts, targets, percent(counts.device), table)
+    device = counts.device
+    table = torch.empty(counts.shape, dtype=torch.uint8, device=device)
+    constants = {"PATTERNS": patterns, "M": patterns.bit_length() - 1, "MAX_WEIGHT": MAX_WEIGHT, "SPLIT": SPLIT}
+    launch(
+        tiers(**constants, NUM_SHARES=len(shares)),
+        (subspaces, heads, batch),
+        SPLIT * patterns // 2,
+        rotated,
+        counts,
+        lengths,
+        shares_on(shares, device),
+        percent(device),
+        table,
+    )
     return table
 
 
 @template
-def tiers(rotated, counts, targets, percents, table):
-    """No sort: a pattern's keys-before is the sum over the patterns that rank above it."""
+def tiers(rotated, counts, lengths, shares, percents, table):
+    """No sort: a pattern's keys-before is the sum over the patterns that rank above it.
+
+    The complement of a pattern has the negative of its score, to the bit: one look at a rival serves both.
+    """
     scores = cuda.shared.array(PATTERNS, np.float32)
     keys = cuda.shared.array(PATTERNS, np.int32)
-    p, s, h, b = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockIdx.y, cuda.blockIdx.z
+    before = cuda.shared.array(PATTERNS, np.int32)
+    thread = cuda.threadIdx.x & 1023
+    s, h, b = cuda.blockIdx.x & 65535, cuda.blockIdx.y & 65535, cuda.blockIdx.z & 65535
+    p, part = thread % (PATTERNS // 2), thread // (PATTERNS // 2)
+    q = PATTERNS - 1 - p
     for j in static(M):
         coordinate = rotated[b, h, s * M + j]
         x[j] = -coordinate if p & (1 << j) else coordinate
     score = (x[0] + x[2]) + (x[1] + x[3])
     if M == 8:
         score = ((x[4] + x[6]) + (x[5] + x[7])) + score
-    scores[p] = score
-    keys[p] = counts[b, h, s, p]
+    if part == 0:
+        scores[p], scores[q] = score, -score
+        keys[p], keys[q] = counts[b, h, s, p], counts[b, h, s, q]
+        before[p], before[q] = 0, 0
+    length = np.int64(lengths[b])
+    share = np.int64(0)
+    for i in static(NUM_SHARES):
+        if length >= shares[0, i]:
+            share = shares[1, i]
+    target = (share * length + 99) // 100
     cuda.syncthreads()
-    before = 0
-    for first in range(0, PATTERNS, 16):
-        for i in static(16):  # sixteen loads in flight
+    before_p, before_q = 0, 0
+    for first in range(part * (PATTERNS // SPLIT), (part + 1) * (PATTERNS // SPLIT), 4):
+        for i in static(4):  # loads in flight
             rival[i] = scores[first + i]
             load[i] = keys[first + i]
-        for i in static(16):
+        for i in static(4):
             if rival[i] > score or (rival[i] == score and first + i < p):
-                before += load[i]
-    weight = MAX_WEIGHT
-    for tier in range(MAX_WEIGHT):
-        if before * 100 >= percents[tier] * targets[b]:
-            weight -= 1
-    table[b, h, s, p] = weight
+                before_p += load[i]
+            if rival[i] > -score or (rival[i] == -score and first + i < q):
+                before_q += load[i]
+    cuda.atomic.add(before, p, before_p)
+    cuda.atomic.add(before, q, before_q)
+    cuda.syncthreads()
+    for pattern in range(thread, PATTERNS, SPLIT * PATTERNS // 2):
+        weight = MAX_WEIGHT
+        for tier in range(MAX_WEIGHT):
+            if before[pattern] * 100 >= percents[tier] * target:
+                weight -= 1
+        table[b, h, s, pattern] = weight

@@ -13,6 +13,23 @@ PERCENT = (5, 15, 30, 50, 75, 100)
 MAX_WEIGHT = len(PERCENT)
 
 
+Shares = tuple[tuple[int, int], ...]
+"""From which length on, how many percent of the keys should collide in a subspace: ascending, the first from 0."""
+
+
+@lru_cache
+def shares_on(shares: Shares, device: torch.device) -> Tensor:
+    """Lengths, then percentages: [2, n] int64."""
+    return torch.tensor(list(zip(*shares, strict=True)), device=device)
+
+
+def collision_targets(lengths: Tensor, shares: Shares) -> Tensor:
+    """How many keys should collide in a subspace: lengths [B] to [B] int64, rounded up."""
+    starts, percents = shares_on(shares, lengths.device).unbind(0)
+    place = torch.bucketize(lengths, starts, right=True) - 1
+    return (percents[place] * lengths + 99) // 100
+
+
 @lru_cache
 def percent(device: torch.device) -> Tensor:
     return torch.tensor(PERCENT, device=device)
@@ -35,8 +52,9 @@ def centroid_scores(rotated: Tensor, subspace_dim: int) -> Tensor:
     return (high.unsqueeze(-1) + low.unsqueeze(-2)).flatten(-2)
 
 
-def tier_table(rotated: Tensor, counts: Tensor, targets: Tensor) -> Tensor:
+def tier_table(rotated: Tensor, counts: Tensor, lengths: Tensor, shares: Shares) -> Tensor:
     """Weight of each pattern, from the keys in better patterns than it."""
+    targets = collision_targets(lengths, shares)
     subspace_dim = counts.shape[-1].bit_length() - 1
     order = centroid_scores(rotated, subspace_dim).sort(dim=-1, descending=True, stable=True).indices
     population = counts.gather(-1, order)

@@ -15,6 +15,7 @@ from pariskv_kernels.encode import naive as encode_naive
 from pariskv_kernels.rerank import cuda as rerank_kernel
 from pariskv_kernels.rerank import naive as rerank_naive
 from pariskv_kernels.select import cuda as select_kernel
+from pariskv_kernels.select import cuda_scores
 from pariskv_kernels.select import naive as select_naive
 from pariskv_kernels.tiers import cuda as tiers_kernel
 from pariskv_kernels.tiers import naive as tiers_naive
@@ -39,9 +40,9 @@ def check_tiers(batch: int, heads: int, padded: int, m: int, device: torch.devic
     rotated = torch.randn(batch, heads, padded, generator=generator(padded))
     rotated[:, 0, :m] = 0  # all patterns tie
     counts = torch.randint(0, 40, (batch, heads, padded // m, 1 << m), generator=generator(m)).int()
-    targets = torch.arange(batch) * 700 + 13
-    got = tiers_kernel.tier_table(rotated.to(device), counts.to(device), targets.to(device))
-    assert_same(got, tiers_naive.tier_table(rotated, counts, targets))
+    lengths, shares = torch.arange(batch) * 700 + 13, ((0, 100), (600, 70), (713, 50))
+    got = tiers_kernel.tier_table(rotated.to(device), counts.to(device), lengths.to(device), shares)
+    assert_same(got, tiers_naive.tier_table(rotated, counts, lengths, shares))
 
 
 @pytest.mark.parametrize(("padded", "m"), [(32, 4), (16, 8)])
@@ -129,15 +130,32 @@ def check_by_scores(scores: Tensor, candidates: Tensor, width: int, device: torc
     for count in (None, ints(width, width // 2, 0)):
         wanted = select_naive.select_by_scores(scores, candidates, width, count)
         on_device = None if count is None else count.to(device)
-        got = select_kernel.select_by_scores(scores.to(device), candidates.to(device), width, on_device, **how)
+        got = cuda_scores.select_by_scores(scores.to(device), candidates.to(device), width, on_device, **how)
         assert_same(got, wanted)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinities, as NumPy tells of them
-@pytest.mark.parametrize(("C", "levels", "width"), [(1, 3, 1), (65, 1, 5), (65, 1000, 16)])
+@pytest.mark.parametrize(
+    ("C", "levels", "width"), [(1, 3, 1), (65, 1, 5), (65, 1000, 16), (300, 2, 100), (600, 1, 60), (600, 1000, 9)]
+)
 def test_the_best_scores_are_selected(C: int, levels: int, width: int, device: torch.device) -> None:
     scores, candidates = scores_and_candidates(C, levels)
-    check_by_scores(scores[:, :1], candidates[:, :1], width, device, threads=16)
+    check_by_scores(scores[:, :1], candidates[:, :1], width, device, threads=32, levels=64)
+
+
+@pytest.mark.parametrize("outlier", [1e30, INF])
+def test_scores_that_share_a_level_are_told_apart(outlier: float, device: torch.device) -> None:
+    """One score so large that all others fall into the lowest level: too many to compare with one another."""
+    scores = torch.rand(3, 1, 200, generator=generator(1))
+    scores[:, :, 7] = outlier
+    candidates = torch.arange(200, dtype=torch.int32).expand_as(scores).contiguous()
+    check_by_scores(scores, candidates, 20, device, threads=32, levels=64)
+
+
+def test_more_than_a_block_can_tell_apart_is_refused(device: torch.device) -> None:
+    scores = torch.zeros(1, 1, 513, device=device)
+    with pytest.raises(ValueError, match=r"^width: wanted at most 256 of 513"):
+        cuda_scores.select_by_scores(scores, scores.int(), 257, None, threads=32)
 
 
 @needs_gpu
@@ -157,7 +175,7 @@ def test_of_nothing_nothing_is_selected(device: torch.device) -> None:
     votes = Votes(none.to(torch.uint8), torch.zeros(1, 2, 97, dtype=torch.int32, device=device))
     nothing = torch.full((1, 2, 3), -1, dtype=torch.int32)
     assert_same(select_kernel.select_by_votes(votes, count, lengths, 3, threads=8), nothing)
-    assert_same(select_kernel.select_by_scores(none.float(), none, 3, None, threads=8), nothing)
+    assert_same(cuda_scores.select_by_scores(none.float(), none, 3, None), nothing)
 
 
 def check_estimate(dim: int, m: int, tokens: int, candidates: int, device: torch.device, **how: int) -> None:
