@@ -178,5 +178,5 @@ def place_taken(words, lengths, taken, out):
         chosen[place] = first * KEYS + bit
         place = np.uint32(place + np.uint32(1))
         mask = np.uint32(mask & np.uint32(mask - np.uint32(1)))
-    for place in range(placed + tile * THREADS + thread, out.shape[2], cuda.gridDim.x * THREADS):
-        chosen[np.uint32(place)] = -1
+    for empty in range(placed + tile * THREADS + thread, out.shape[2], cuda.gridDim.x * THREADS):
+        chosen[np.uint32(empty)] = -1
