@@ -66,9 +66,9 @@ if config.ENABLE_CUDASIM:
 
     @cuda.jit(device=True)
     def block_max(value, warps, thread, threads):
-        """The largest of the block's values, for all its threads.
+        """The largest of the block's int32 values, for all its threads.
 
-        value  int64; warps  shared int64, an entry for each warp
+        warps  shared int32, an entry for each warp
         """
         cuda.syncthreads()
         if thread == 0:
@@ -97,37 +97,45 @@ if config.ENABLE_CUDASIM:
 else:
 
     @cuda.jit(device=True)
-    def block_max(value, warps, thread, threads):
-        """The largest of the block's values, as in the simulator: within warps by shuffles, then over the warps."""
+    def warp_max(value):
         step = WARP // 2
         while step > 0:
             value = max(value, cuda.shfl_xor_sync(EVERYBODY, value, step))
             step //= 2
+        return value
+
+    @cuda.jit(device=True)
+    def block_max(value, warps, thread, threads):
+        """The largest of the block's int32 values, as in the simulator: within warps, then over the warps."""
+        value = warp_max(value)
         cuda.syncthreads()
         warps[thread // WARP] = value
         cuda.syncthreads()
-        for warp in range((threads + WARP - 1) // WARP):
-            value = max(value, warps[warp])
+        return warp_max(warps[min(thread % WARP, (threads - 1) // WARP)])
+
+    @cuda.jit(device=True)
+    def warp_scan(value, lane):
+        step = 1
+        while step < WARP:
+            before = cuda.shfl_up_sync(EVERYBODY, value, step)
+            if lane >= step:
+                value += before
+            step *= 2
         return value
 
     @cuda.jit(device=True)
     def scan(values, thread, threads):
-        """Inclusive sums over a block, as in the simulator: within warps by shuffles, then over the warps."""
-        lane, mine = thread % WARP, values[thread]
-        step = 1
-        while step < WARP:
-            before = cuda.shfl_up_sync(EVERYBODY, mine, step)
-            if lane >= step:
-                mine += before
-            step *= 2
+        """Inclusive sums over a block, as in the simulator: within warps, then over the warps."""
+        lane, warp = thread % WARP, thread // WARP
+        mine = warp_scan(values[thread], lane)
         cuda.syncthreads()
         values[thread] = mine
         cuda.syncthreads()
-        total = 0
-        for warp in range(thread // WARP):
-            total += values[warp * WARP + WARP - 1]
+        totals = values[min(lane * WARP + WARP - 1, threads - 1)]
         cuda.syncthreads()
-        mine += total
+        before = cuda.shfl_sync(EVERYBODY, warp_scan(totals, lane), max(warp - 1, 0))
+        if warp > 0:
+            mine += before
         values[thread] = mine
         cuda.syncthreads()
         return mine

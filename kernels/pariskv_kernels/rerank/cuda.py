@@ -78,17 +78,16 @@ def estimate(rotated, codes, weights, indices, levels, scores, tokens):
     thread = np.uint32(cuda.threadIdx.x)
     h, b = cuda.blockIdx.y & 65535, cuda.blockIdx.z & 65535
     queries, candidates, out = rotated[b, h], indices[b, h], scores[b, h]
+    first_row = np.uint64(b * cuda.gridDim.y + h) * np.uint64(tokens)
+    num, start = np.uint32(indices.shape[2]), np.uint32(cuda.blockIdx.x) * np.uint32(THREADS)
+    n = candidates[min(start + thread, num - np.uint32(1))]  # past the end the last candidate again
     level = levels[thread & np.uint32(15)]
     for i in static((PADDED * 16 + THREADS - 1) // THREADS):
         coordinate[i] = queries[min(np.uint32(thread + np.uint32(i * THREADS)) >> np.uint32(4), np.uint32(PADDED - 1))]
     for i in static((PADDED * 16 + THREADS - 1) // THREADS):
         if np.uint32(thread + np.uint32(i * THREADS)) < np.uint32(PADDED * 16):
             table[np.uint32(thread + np.uint32(i * THREADS))] = coordinate[i] * level
-    first_row = np.uint64(b * cuda.gridDim.y + h) * np.uint64(tokens)
-    num = np.uint32(indices.shape[2])
-    for start in range(np.uint32(cuda.blockIdx.x) * np.uint32(THREADS), num, cuda.gridDim.x * np.uint32(THREADS)):
-        # Past the end the last candidate again.
-        n = candidates[min(start + thread, num - np.uint32(1))]
+    while start < num:
         cuda.syncthreads()  # the round before is done with what is shared
         position[thread] = max(n, 0)
         cuda.syncthreads()
@@ -122,3 +121,5 @@ def estimate(rotated, codes, weights, indices, levels, scores, tokens):
             score += fp16_to_float(np.int32(two & word(0xFFFF))) * block
         if start + thread < num:
             out[start + thread] = score if n >= 0 else np.float32(-math.inf)
+        start = np.uint32(start + cuda.gridDim.x * np.uint32(THREADS))
+        n = candidates[min(start + thread, num - np.uint32(1))]

@@ -1,8 +1,10 @@
 """`select_by_scores` on a GPU: exact, equal scores to the earlier candidate, results in order.
 
 A block finds the best of a part of a row; where a row has several parts, the best of each go on to another round.
-Within a part a histogram over the range of the scores gives the level that is cut through. Everything above is taken;
-of that level, the few elements are compared with one another, or the range is narrowed to it where they are many.
+Within a part, where few are wanted, the best of each thread's candidates give a bound that few others reach, and these
+are compared with one another. Else a histogram over the range of the scores gives the level that is cut through:
+everything above is taken, and the elements of that level are compared, or the range is narrowed to it while they are
+too many for that.
 """
 
 from __future__ import annotations
@@ -68,23 +70,26 @@ def _all_of(width: int, batch: int, device: torch.device) -> Tensor:
     return torch.full((batch,), width, dtype=torch.int32, device=device)
 
 
+EMPTY = np.int32(-0x80000000)
+"""The order of an empty place, before that of every score."""
+
+
 @cuda.jit(device=True)
 def order_of(score):
-    """A number of 32 bits that orders like the score and is not 0; NaN like -inf, -0 like 0."""
+    """An int32 that orders like the score; NaN like -inf, -0 like 0."""
     if score != score:
         score = np.float32(-np.inf)
     if score == 0:
         score = np.float32(0)
-    bits = score.view(np.uint32)
-    return np.uint32(~bits) if bits >> np.uint32(31) else np.uint32(bits | np.uint32(0x80000000))
+    bits = score.view(np.int32)
+    return bits if bits >= 0 else np.int32(bits ^ np.int32(0x7FFFFFFF))
 
 
 @cuda.jit(device=True)
 def half_of(order):
     """Half of the score that has this order, kept finite."""
-    order = np.uint32(order)
-    bits = np.uint32(order & np.uint32(0x7FFFFFFF)) if order >> np.uint32(31) else np.uint32(~order)
-    return min(max(bits.view(np.float32), -LARGEST), LARGEST) * HALF
+    bits = order if order >= 0 else np.int32(order ^ np.int32(0x7FFFFFFF))
+    return min(max(np.int32(bits).view(np.float32), -LARGEST), LARGEST) * HALF
 
 
 @cuda.jit(device=True)
@@ -98,8 +103,8 @@ def step_of(low, high, levels):
 def level_of(order, low, factor, shift, levels):
     """Where an order lies in the range that begins at `low`: by the score's value, or by its bits (shift >= 0)."""
     if shift >= 0:
-        return int((np.int64(order) - low) >> shift)
-    return int(min((half_of(order) - half_of(low)) * factor, np.float32(levels - 1)))
+        return np.int32(np.uint32(np.uint32(order) - np.uint32(low)) >> np.uint32(shift))
+    return np.int32(min((half_of(order) - half_of(low)) * factor, np.float32(levels - 1)))
 
 
 @template
@@ -110,7 +115,7 @@ def best_of_part(scores, candidates, count, better, out):
     """
     bins = cuda.shared.array(LEVELS, np.int32)
     sums = cuda.shared.array(THREADS, np.int32)
-    warps = cuda.shared.array(64, np.int64)
+    warps = cuda.shared.array(32, np.int32)
     found = cuda.shared.array(3, np.int32)
     rival = cuda.shared.array(RIVALS, np.int64)  # an element's order, then how early it stands
     taken = cuda.shared.array(THREADS * ITEMS // 32, np.uint32)  # a bit for each element
@@ -124,17 +129,49 @@ def best_of_part(scores, candidates, count, better, out):
         at = np.uint32(min(first + i * THREADS + thread, num - 1))
         score[i] = scores[b, h, at]
         candidate[i] = candidates[b, h, at]
-    top, bottom = np.int64(0), np.int64(-0xFFFFFFFF)
+    needed = np.int32(min(count[b], width))
+    top, bottom = EMPTY, EMPTY
     for i in static(ITEMS):
-        order[i] = np.uint32(0)  # an empty place
+        order[i] = EMPTY
         if candidate[i] >= 0 and first + i * THREADS + thread < num:
-            order[i] = order_of(score[i])
-            top, bottom = max(top, np.int64(order[i])), max(bottom, -np.int64(order[i]))
-    high, low = block_max(top, warps, thread, THREADS), -block_max(bottom, warps, thread, THREADS)
-    for i in range(thread, THREADS * ITEMS // 32, THREADS):
-        taken[i], tied[i] = 0, 0
+            order[i] = np.int32(order_of(score[i]))
+            bottom = np.int32(max(bottom, ~order[i]))
+        top = np.int32(max(top, order[i]))
+    if thread < THREADS * ITEMS // 32:
+        taken[thread], tied[thread] = 0, 0
+    high = block_max(top, warps, thread, THREADS)
 
-    needed, shift, is_settled = min(count[b], width), np.int64(-1), False
+    # Among the threads' best, the last one wanted: as many as are wanted reach it, and hardly any more.
+    shift, low = np.int32(-1), EMPTY
+    if 0 < needed <= THREADS // 4:
+        lowest_top = ~block_max(~top if top != EMPTY else EMPTY, warps, thread, THREADS)
+        for i in range(thread, LEVELS, THREADS):
+            bins[i] = 0
+        cuda.syncthreads()
+        factor = step_of(lowest_top, high, LEVELS)
+        level = np.int32(-1)
+        if top != EMPTY:
+            level = level_of(top, lowest_top, factor, shift, LEVELS)
+            cuda.atomic.add(bins, level, 1)
+        cuda.syncthreads()
+        lowest_taken(bins, needed, sums, found, thread, THREADS)
+        if found[2] == needed:
+            low = ~block_max(~top if level >= found[0] else EMPTY, warps, thread, THREADS)
+    is_settled = False
+    if low != EMPTY:
+        if thread == 0:
+            num_rivals[0] = 0
+        cuda.syncthreads()
+        for i in static(ITEMS):
+            if order[i] >= low:
+                at = cuda.atomic.add(num_rivals, 0, 1)
+                if at < RIVALS:
+                    rival[at] = np.int64(order[i]) << 16 | (0xFFFF - (i * THREADS + thread))
+        cuda.syncthreads()
+        is_settled = num_rivals[0] <= RIVALS
+        cuda.syncthreads()  # before the number changes, everybody has seen it
+    else:
+        low = ~block_max(bottom, warps, thread, THREADS)
     while not is_settled:
         for i in range(thread, LEVELS, THREADS):
             bins[i] = 0
@@ -143,16 +180,16 @@ def best_of_part(scores, candidates, count, better, out):
         cuda.syncthreads()
         factor = step_of(low, high, LEVELS)
         for i in static(ITEMS):
-            if low <= np.int64(order[i]) <= high:
+            if low <= order[i] <= high:
                 cuda.atomic.add(bins, level_of(order[i], low, factor, shift, LEVELS), 1)
         cuda.syncthreads()
         lowest_taken(bins, needed, sums, found, thread, THREADS)
-        cut, needed = found[0], found[2] - found[1]
+        cut, needed = found[0], np.int32(found[2] - found[1])
         in_level = bins[cut] if needed > 0 else 0
         is_settled = in_level == needed or in_level <= RIVALS
-        top, bottom = np.int64(0), np.int64(-0xFFFFFFFF)
+        top, bottom = EMPTY, EMPTY
         for i in static(ITEMS):
-            if low <= np.int64(order[i]) <= high:
+            if low <= order[i] <= high:
                 level = level_of(order[i], low, factor, shift, LEVELS)
                 place = i * THREADS + thread
                 if level > cut or (level == cut and in_level == needed):
@@ -160,25 +197,28 @@ def best_of_part(scores, candidates, count, better, out):
                 elif level == cut and is_settled:
                     rival[cuda.atomic.add(num_rivals, 0, 1)] = np.int64(order[i]) << 16 | (0xFFFF - place)
                 elif level == cut:
-                    top, bottom = max(top, np.int64(order[i])), max(bottom, -np.int64(order[i]))
+                    top, bottom = np.int32(max(top, order[i])), np.int32(max(bottom, ~order[i]))
         if not is_settled:
-            high, low = block_max(top, warps, thread, THREADS), -block_max(bottom, warps, thread, THREADS)
-            shift = np.int64(0)
-            while (high - low) >> shift >= LEVELS:
-                shift += 1
+            high, low = block_max(top, warps, thread, THREADS), ~block_max(bottom, warps, thread, THREADS)
+            shift = np.int32(0)
+            while np.uint32(np.uint32(high) - np.uint32(low)) >> np.uint32(shift) >= LEVELS:
+                shift = np.int32(shift + 1)
             if high == low:
                 is_settled = True
                 for i in static(ITEMS):
-                    if np.int64(order[i]) == high:
+                    if order[i] == high:
                         place = i * THREADS + thread
                         cuda.atomic.or_(tied, place // 32, np.uint32(1) << np.uint32(place & 31))
         cuda.syncthreads()
 
-    # Of the level that was cut through, the best; none is as good as another, since one stands earlier.
+    # Of those that are compared, the best; none is as good as another, since one stands earlier.
     if thread < num_rivals[0]:
         mine, rank = rival[thread], 0
-        for i in range(num_rivals[0]):
-            rank += rival[i] > mine
+        for start in range(0, num_rivals[0], 8):
+            for i in static(8):  # loads in flight
+                other[i] = rival[min(start + i, num_rivals[0] - 1)]
+            for i in static(8):
+                rank += other[i] > mine and start + i < num_rivals[0]
         if rank < needed:
             place = int(0xFFFF - (mine & 0xFFFF))
             cuda.atomic.or_(taken, place // 32, np.uint32(1) << np.uint32(place & 31))

@@ -7,6 +7,7 @@ import torch
 from numba import cuda
 from torch import Tensor
 
+from pariskv_kernels.device import loads_first
 from pariskv_kernels.launch import launch
 from pariskv_kernels.specialise import static, template
 from pariskv_kernels.tiers.naive import MAX_WEIGHT, Shares, percent, shares_on
@@ -58,10 +59,14 @@ def tiers(rotated, counts, lengths, shares, percents, table):
         keys[p], keys[q] = counts[b, h, s, p], counts[b, h, s, q]
         before[p], before[q] = 0, 0
     length = np.int64(lengths[b])
-    share = np.int64(0)
     for i in static(NUM_SHARES):
-        if length >= shares[0, i]:
-            share = shares[1, i]
+        start[i], percent_from[i] = shares[0, i], shares[1, i]
+    for tier in static(MAX_WEIGHT):
+        bound[tier] = percents[tier]
+    loads_first()
+    share = percent_from[0]
+    for i in static(NUM_SHARES):
+        share = percent_from[i] if length >= start[i] else share
     target = (share * length + 99) // 100
     cuda.syncthreads()
     before_p, before_q = 0, 0
@@ -79,7 +84,7 @@ def tiers(rotated, counts, lengths, shares, percents, table):
     cuda.syncthreads()
     for pattern in range(thread, PATTERNS, SPLIT * PATTERNS // 2):
         weight = MAX_WEIGHT
-        for tier in range(MAX_WEIGHT):
-            if before[pattern] * 100 >= percents[tier] * target:
+        for tier in static(MAX_WEIGHT):
+            if before[pattern] * 100 >= bound[tier] * target:
                 weight -= 1
         table[b, h, s, pattern] = weight
