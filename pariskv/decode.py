@@ -131,7 +131,7 @@ def decode(
 ) -> Iterator[list[int | None]]:
     """Sample from the prefill's logits and go on until every row has ended or the tokens are used up."""
     sampler = Sampler(settings, logits.shape[0])
-    run = make_steps(model, cache, batch, runtime, logits.device)
+    run = make_steps(model, cache, batch, sampler, runtime, logits.device)
     active = [True] * logits.shape[0]
     sampled = sampler(logits)
     for step in range(settings.max_new_tokens):
@@ -143,7 +143,7 @@ def decode(
         cache.set_active(active)
         step_tokens = sampled if all(active) else sampled.where(torch.tensor(active).to(sampled.device), model.pad_id)
         try:
-            sampled = run.step(step_tokens.unsqueeze(1), sampler)
+            sampled = run.step(step_tokens.unsqueeze(1))
         except Exception as error:
             error.add_note(f"at decode step {step + 1}")
             raise
@@ -152,34 +152,36 @@ def decode(
 class Stepper(Protocol):
     """How decode steps run."""
 
-    def step(self, tokens: Tensor, sampler: Sampler) -> Tensor:
+    def step(self, tokens: Tensor) -> Tensor:
         """One step over tokens [B, 1]: the next tokens [B]."""
         ...
 
 
-def make_steps(model: Model, cache: DecodeCache, batch: Batch, runtime: RuntimeConfig, device: torch.device) -> Stepper:
+def make_steps(
+    model: Model, cache: DecodeCache, batch: Batch, sampler: Sampler, runtime: RuntimeConfig, device: torch.device
+) -> Stepper:
     """Captured steps (`pariskv.graph`) where `runtime` wants them and they are possible, else eager ones."""
     if reason := capture_reason(runtime, cache, device):
         log_fallback(runtime, reason, device)
-        return EagerSteps(model, cache, batch)
+        return EagerSteps(model, cache, batch, sampler)
     forward = functools.partial(model.forward_step, cache=cache, compile=runtime.compile)
-    return CapturedSteps(forward, cast(CapturableCache, cache), batch.positions()[:, -1:] + 1)
+    return CapturedSteps(forward, cast(CapturableCache, cache), batch.positions()[:, -1:] + 1, sampler)
 
 
 class EagerSteps:
     """Steps launched operation by operation: a CPU, or what cannot be captured."""
 
-    def __init__(self, model: Model, cache: DecodeCache, batch: Batch):
-        self.model, self.cache = model, cache
+    def __init__(self, model: Model, cache: DecodeCache, batch: Batch, sampler: Sampler):
+        self.model, self.cache, self.sampler = model, cache, sampler
         self.positions = batch.positions()[:, -1:] + 1
         self.mask = batch.mask
 
-    def step(self, tokens: Tensor, sampler: Sampler) -> Tensor:
+    def step(self, tokens: Tensor) -> Tensor:
         if self.mask is not None:
             self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=True)
         logits = decode_step(self.model, self.cache, tokens, self.positions, self.mask)
         self.positions = self.positions + 1
-        return sampler(logits)
+        return self.sampler(logits)
 
 
 @torch.no_grad()
@@ -203,6 +205,7 @@ def attend_layer(layer: LayerState, heads: Tensor) -> tuple[Tensor, Tensor]:
     def query(encoded: Tensors | None = None) -> Query:
         return Query(heads, encoded, info.scaling, info.softcap)
 
+    layer.chosen = None
     if not layer.retrieves:
         return pipeline.attend(query(), device.working, None)
     assert pipeline.coarse_select is not None
@@ -216,7 +219,7 @@ def attend_layer(layer: LayerState, heads: Tensor) -> tuple[Tensor, Tensor]:
         selection = pipeline.rerank(query(encoded.get(pipeline.rerank_codes)), selection, codes, pipeline.top_k)
     slots = device.working.slots[:, :, : selection.indices.shape[-1]]
     selected = pipeline.fetch(selection, layer.store, slots)
-    layer.selected[:, :, : selected.valid.shape[-1]] += selected.valid
+    layer.chosen = selected.valid
     return pipeline.attend(query(), device.working, selected)
 
 

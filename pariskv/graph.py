@@ -48,25 +48,28 @@ class Forward(Protocol):
 
 
 class CapturedSteps:
-    """Decode steps replayed from a CUDA graph. A greedy choice is part of the graph, any other is made after it.
+    """Decode steps replayed from a CUDA graph: the model's forward, the choice of the next token, the positions.
 
     positions  [B, 1] of the first step
     captures   how often a step was captured
     """
 
-    def __init__(self, forward: Forward, cache: CapturableCache, positions: Tensor):
-        self.forward, self.cache = forward, cache
+    def __init__(self, forward: Forward, cache: CapturableCache, positions: Tensor, sampler: Sampler):
+        self.forward, self.cache, self.sampler = forward, cache, sampler
         self.captures = 0
         # What the graph reads and writes; overwritten by the next step.
         self.tokens, self.positions = torch.zeros_like(positions), positions.clone()
+        self.draws = torch.zeros(len(positions), dtype=torch.float64, device=positions.device)
         self.logits = self.next_tokens = torch.empty(0)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._shape: object = None
         self._pool = torch.cuda.graph_pool_handle()
 
-    def step(self, tokens: Tensor, sampler: Sampler) -> Tensor:
+    def step(self, tokens: Tensor) -> Tensor:
         """One step over tokens [B, 1]: the next tokens [B]."""
         self.tokens.copy_(tokens)
+        if self.sampler.temperature > 0:
+            self.draws.copy_(self.sampler.draws())
         shape = self.cache.shape()
         if shape != self._shape:
             # Eager once: what compiles or allocates at its first call does so outside of a capture.
@@ -78,11 +81,11 @@ class CapturedSteps:
             self._graph.replay()
             self.cache.count_step()  # while the device works
         self.cache.end_step()
-        return self.next_tokens if sampler.temperature == 0 else sampler(self.logits)
+        return self.next_tokens
 
     def _run(self) -> None:
         self.logits = self.forward(self.tokens, self.positions)
-        self.next_tokens = self.logits.argmax(dim=-1)
+        self.next_tokens = self.sampler.choose(self.logits, self.draws)
         self.positions += 1
 
     def _capture(self) -> torch.cuda.CUDAGraph:

@@ -9,7 +9,11 @@ from pariskv.config import GenerationConfig
 
 
 class Sampler:
-    """Draws each row's token with the row's own generator, so that a row does not depend on its batch."""
+    """Draws each row's token with the row's own generator, so that a row does not depend on its batch.
+
+    A step's random numbers are drawn on the host before it (`draws`); what the device makes of them and the logits
+    (`choose`) asks the host nothing, so that a CUDA graph can hold it.
+    """
 
     def __init__(self, settings: GenerationConfig, batch: int):
         self.temperature = settings.temperature
@@ -18,17 +22,25 @@ class Sampler:
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Tokens [B] from logits [B, V]; temperature 0 is greedy."""
+        return self.choose(logits, self.draws().to(logits.device))
+
+    def draws(self) -> Tensor:
+        """The next random number of each row, float64 [B] in [0, 1); zeros where the choice is greedy."""
+        if self.temperature == 0:
+            return torch.zeros(len(self._generators), dtype=torch.float64)
+        return torch.cat([torch.rand(1, dtype=torch.float64, generator=one) for one in self._generators])
+
+    def choose(self, logits: Tensor, draws: Tensor) -> Tensor:
+        """Tokens [B] from logits [B, V]: where the row's draw falls among the kept tokens' probabilities."""
         if self.temperature == 0:
             return logits.argmax(dim=-1)
         # Relative to the best, or a tiny temperature would make infinities.
         logits = logits.double() - logits.amax(dim=-1, keepdim=True)
-        probabilities = torch.softmax(logits / self.temperature, dim=-1)
-        kept = _nucleus(probabilities, self.top_p).cpu()
-        drawn = [
-            torch.multinomial(row, 1, generator=generator)
-            for row, generator in zip(kept, self._generators, strict=True)
-        ]
-        return torch.cat(drawn).to(logits.device)
+        kept = _nucleus(torch.softmax(logits / self.temperature, dim=-1), self.top_p)
+        reached = kept.cumsum(dim=-1)
+        whole = reached[:, -1:]
+        # The first token that reaches beyond the draw; never behind the last one that is kept.
+        return ((reached <= draws.unsqueeze(-1) * whole) & (reached < whole)).sum(dim=-1)
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:

@@ -62,22 +62,22 @@ class Notes:
 
 def test_a_change_of_shape_is_one_eager_step_then_a_capture_then_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     notes = Notes(monkeypatch)
-    steps = CapturedSteps(notes.forward, notes, torch.zeros(1, 1, dtype=torch.int64))
-    sampler, token = Sampler(GenerationConfig(), 1), torch.zeros(1, 1, dtype=torch.int64)
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    steps = CapturedSteps(notes.forward, notes, token, Sampler(GenerationConfig(), 1))
     eager = ["forward", "end"]
     captured = ["capture", "forward", "replay", "end"]
     replayed = ["replay", "count", "end"]
     for shape, wanted in (("a", eager), ("a", captured), ("a", replayed), ("b", eager), ("b", captured)):
         notes.now = shape
-        steps.step(token, sampler)
+        steps.step(token)
         assert notes.taken() == wanted
     assert steps.captures == 2
 
 
 def test_the_first_step_gives_the_next_tokens_and_moves_the_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     notes = Notes(monkeypatch)
-    steps = CapturedSteps(notes.forward, notes, torch.tensor([[7], [3]]))
-    assert steps.step(torch.tensor([[4], [2]]), Sampler(GenerationConfig(), 2)).tolist() == [5, 3]
+    steps = CapturedSteps(notes.forward, notes, torch.tensor([[7], [3]]), Sampler(GenerationConfig(), 2))
+    assert steps.step(torch.tensor([[4], [2]])).tolist() == [5, 3]
     assert steps.positions.tolist() == [[8], [4]]
 
 

@@ -34,7 +34,7 @@ def test_one_graph_serves_every_step_and_every_request(family: str) -> None:
     for tokens in (150, 40):
         ids = prompt(tokens)
         lm, cache, logits = started(model, ids)
-        plain = EagerSteps(lm, cache, Batch(ids))
+        plain = EagerSteps(lm, cache, Batch(ids), sampler)
         _, traced_cache, traced_logits = started(model, ids)
         assert torch.equal(logits, traced_logits)
         token = sampler(logits)
@@ -43,7 +43,7 @@ def test_one_graph_serves_every_step_and_every_request(family: str) -> None:
             for _ in range(20):
                 traced = sampler(forward(token.unsqueeze(1), positions, traced_cache))
                 traced_cache.end_step()
-                token = plain.step(token.unsqueeze(1), sampler)
+                token = plain.step(token.unsqueeze(1))
                 assert torch.equal(traced, token)
                 positions = positions + 1
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

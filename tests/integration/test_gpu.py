@@ -30,10 +30,11 @@ def loop(
     new: int,
     mask: torch.Tensor | None = None,
     graph: Literal["auto", "on", "off"] = "auto",
+    temperature: float = 0.0,
 ) -> torch.Tensor:
     lm, batch, cache = language_model(model), Batch(ids, mask), ParisCache(model, config)
     logits = prefill(lm, cache, batch, new)
-    settings = GenerationConfig(max_new_tokens=new)
+    settings = GenerationConfig(max_new_tokens=new, temperature=temperature, top_p=0.9)
     return torch.tensor(list(decode(lm, cache, batch, logits, settings, RuntimeConfig(graph)))).T
 
 
@@ -76,18 +77,37 @@ def test_a_step_has_no_host_synchronisation() -> None:
             cache.end_step()
 
 
-def replayed(model: Any, ids: torch.Tensor, config: Any, new: int, mask: torch.Tensor | None = None) -> tuple[Any, int]:
+def replayed(
+    model: Any, ids: torch.Tensor, config: Any, new: int, mask: torch.Tensor | None = None, temperature: float = 0.0
+) -> tuple[Any, int]:
     """The tokens of captured steps, and how often a step was captured."""
     lm, batch, cache = language_model(model), Batch(ids, mask), ParisCache(model, config)
     logits = prefill(lm, cache, batch, new)
-    steps = make_steps(lm, cache, batch, RuntimeConfig(graph="on"), logits.device)
+    sampler = Sampler(GenerationConfig(max_new_tokens=new, temperature=temperature, top_p=0.9), ids.shape[0])
+    steps = make_steps(lm, cache, batch, sampler, RuntimeConfig(graph="on"), logits.device)
     assert isinstance(steps, CapturedSteps)
-    sampler = Sampler(GenerationConfig(max_new_tokens=new), ids.shape[0])
     tokens = [sampler(logits)]
     with torch.no_grad():
         while len(tokens) < new:
-            tokens.append(steps.step(tokens[-1].unsqueeze(1), sampler).clone())
+            tokens.append(steps.step(tokens[-1].unsqueeze(1)).clone())
     return torch.stack(tokens, dim=1).cpu(), steps.captures
+
+
+def test_a_captured_step_draws_what_an_eager_one_draws() -> None:
+    model, ids = tiny_model("llama", torch.float64).cuda(), prompt(60, batch=2).cuda()
+    tokens, captures = replayed(model, ids, LOSSY, 60, temperature=1.5)
+    assert captures
+    assert torch.equal(tokens, loop(model, ids, LOSSY, 60, graph="off", temperature=1.5))
+    assert not torch.equal(tokens, loop(model, ids, LOSSY, 60, graph="off"))
+
+
+def test_a_compiled_step_gives_what_an_eager_one_gives() -> None:
+    model, ids = tiny_model("llama", torch.float32).cuda(), prompt(150).cuda()
+    lm, cache, batch = language_model(model), ParisCache(model, LOSSY), Batch(ids)
+    logits = prefill(lm, cache, batch, 40)
+    runtime = RuntimeConfig(graph="on", compile=True)
+    tokens = torch.tensor(list(decode(lm, cache, batch, logits, GenerationConfig(max_new_tokens=40), runtime))).T
+    assert torch.equal(tokens, loop(model, ids, LOSSY, 40, graph="off"))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
