@@ -44,8 +44,9 @@ AllocateStore = Callable[[LayerInfo, int], Store]
 Fetch = Callable[[Selection, Store, Tensor], Selected]
 Update = Callable[[Tensor, Tensor, Store, list[int]], None]
 Attend = Callable[[Query, WorkingSet, Selected | None], tuple[Tensor, Tensor]]
+Append = Callable[[Tensor, Tensor, WorkingSet], None]
 
-STEP_STAGES = ("encode_query", "coarse_select", "rerank", "fetch", "attend")
+STEP_STAGES = ("append", "encode_query", "coarse_select", "rerank", "fetch", "attend")
 """The stages that run at every step: those that a captured graph contains."""
 
 
@@ -68,6 +69,7 @@ class LayerPipeline:
     """The stages of one layer, bound.
 
     coarse_codes, rerank_codes  which encoder's codes the stage reads; None: empty codes with only the length
+    append         None: the core's own, by torch
     rerank         None: the first top_k of coarse_select, which are all that `candidates` asks for
     indexes        the strictest of the retrievers used; "none": no stage but attend
     block          the least common multiple of the encoders' blocks
@@ -78,6 +80,7 @@ class LayerPipeline:
 
     index: int
     attend: Attend
+    append: Append | None = None
     encoders: tuple[Encoder, ...] = ()
     coarse_select: CoarseSelect | None = None
     coarse_codes: str | None = None

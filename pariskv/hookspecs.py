@@ -8,7 +8,7 @@ per layer, to plain functions; no hook is called through pluggy per token.
     allocate_codes, encode  a format: empty codes, and codes of a block     (fit, encode_query: optional)
     coarse_select, rerank   queries and codes to token positions
     allocate_store, fetch, update   where keys and values live
-    attend                  one softmax over sink, ring and selected rows
+    attend                  one softmax over sink, ring and selected rows     (append: optional)
 
 Letters and types: see `pariskv.types`.
 """
@@ -141,4 +141,13 @@ class StageSpec:
     @hookspec(firstresult=True)
     def attend(self, query: Query, working: WorkingSet, selected: Selected | None) -> tuple[Tensor, Tensor]:
         """One softmax over sink, ring and selected rows: out [B, H, G, D] and log-sum-exp [B, H, G]."""
+        raise NotImplementedError
+
+    @hookspec(firstresult=True)
+    def append(self, keys: Tensor, values: Tensor, working: WorkingSet) -> None:
+        """Optional, of the retriever that gives `attend`: the step's own token [B, H, 1, D] to every row's end.
+
+        Its key and value go to the row's next slot, which `steady` marks where the row is active, and the
+        active rows' `length` grows by one. Without it the core does the same by torch.
+        """
         raise NotImplementedError

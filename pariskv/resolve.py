@@ -29,6 +29,7 @@ AUTO_STORE = "resident"
 AUTO_ATTEND = "torch"
 GPU_STORE = "uva"
 GPU_ATTEND = "numba"
+ATTEND_STAGES = ("append", "attend")
 GPU_MODULES = ("numba_cuda", "cuda")
 NO_RERANK = "none"
 STRICTNESS: tuple[Indexes, ...] = ("all", "prompt", "none")
@@ -151,7 +152,8 @@ class Resolver:
     def plan(self) -> Plan:
         top_k = self._inherited("top_k")
         attend = AUTO_ATTEND if self.config.runtime.attend == "auto" else self.config.runtime.attend
-        stages = {"attend": self.retrievers.with_stage(attend, "attend", "runtime.attend")}
+        attends = self.retrievers.with_stage(attend, "attend", "runtime.attend")
+        stages = {stage: attends for stage in ATTEND_STAGES if stage in attends.stages}
         rule = CandidateRule.first_top_k()
         retriever = self._retriever()
         if retriever.traits.indexes == "none":
@@ -270,7 +272,7 @@ class Resolver:
                 )
 
     def _indexes(self, stages: Mapping[str, Instance], encoders: tuple[Instance, ...], retriever: Instance) -> Indexes:
-        used = [retriever, *encoders, *(one for stage, one in stages.items() if stage != "attend")]
+        used = [retriever, *encoders, *(one for stage, one in stages.items() if stage not in ATTEND_STAGES)]
         strictest = max(used, key=lambda one: STRICTNESS.index(one.traits.indexes))
         if strictest.traits.indexes == "none":
             raise BindingError(f"{self.where}: {strictest.name!r} indexes nothing and cannot give single stages")

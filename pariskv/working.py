@@ -11,6 +11,7 @@ from the device and never asks the host. Everything else happens between steps.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import count
 
 import torch
@@ -36,7 +37,7 @@ class DeviceRows:
         self.steady = torch.zeros(info.batch, steady, dtype=torch.bool, device=info.device)
         self.length = torch.zeros(info.batch, dtype=torch.int64, device=info.device)
         self.active = torch.ones(info.batch, dtype=torch.bool, device=info.device)
-        self.working = WorkingSet(self.rows, self.steady)
+        self.working = WorkingSet(self.rows, self.steady, self.length, self.active, window.sink)
         self._batch = torch.arange(info.batch, device=info.device)
         self._by_slot = self.rows.permute(0, 2, 1, 3, 4)  # [B, M, H, 2, D]
 
@@ -46,7 +47,7 @@ class DeviceRows:
 
     def next_slots(self) -> Tensor:
         """Where each row's next token goes [B]."""
-        return self._slots_of(self.length)
+        return slots_of(self.length, self.window.sink, self.ring)
 
     def append(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Put one token [B, H, 1, D] at the end of every active row, into its slot of `next_slots`.
@@ -69,12 +70,8 @@ class DeviceRows:
 
     def publish(self, row: int, tokens: int, zone: int) -> None:
         """Say which slots are valid, once a row has `tokens` tokens of which `zone` are in the zone."""
-        sink = self.window.sink
         self.length[row] = tokens
-        self.steady[row] = False
-        self.steady[row, : min(sink, tokens)] = True
-        if tokens > sink + zone:
-            self.steady[row, self._slots(sink + zone, tokens)] = True
+        self.steady[row].copy_(_used_slots(self.window.sink, self.ring, tokens, zone, self.steady.device))
 
     def grown(self, info: LayerInfo, ring: int, lengths: list[int], zones: list[int]) -> DeviceRows:
         """A copy with a larger ring."""
@@ -90,8 +87,28 @@ class DeviceRows:
 
     def _slots(self, start: int, stop: int) -> Tensor:
         """Slots of the positions start .. stop - 1."""
-        return self._slots_of(torch.arange(start, stop, device=self.rows.device))
+        return _slots_between(self.window.sink, self.ring, start, stop, self.rows.device)
 
-    def _slots_of(self, positions: Tensor) -> Tensor:
-        sink = self.window.sink
-        return torch.where(positions < sink, positions, (positions - sink).remainder(self.ring) + sink)
+
+def slots_of(positions: Tensor, sink: int, ring: int) -> Tensor:
+    """A token's slot: its position in the sink, and behind it its position modulo the ring."""
+    return torch.where(positions < sink, positions, (positions - sink).remainder(ring) + sink)
+
+
+# All layers of a request ask for the same in turn.
+
+
+@lru_cache(maxsize=64)
+def _slots_between(sink: int, ring: int, start: int, stop: int, device: torch.device) -> Tensor:
+    """Slots [stop - start] of the positions start .. stop - 1."""
+    return slots_of(torch.arange(start, stop, device=device), sink, ring)
+
+
+@lru_cache(maxsize=64)
+def _used_slots(sink: int, ring: int, tokens: int, zone: int, device: torch.device) -> Tensor:
+    """bool [sink + ring], the slots of a row with `tokens` tokens of which `zone` are in the zone."""
+    used = torch.zeros(sink + ring, dtype=torch.bool, device=device)
+    used[: min(sink, tokens)] = True
+    if tokens > sink + zone:
+        used[_slots_between(sink, ring, sink + zone, tokens, device)] = True
+    return used

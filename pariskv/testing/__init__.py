@@ -12,7 +12,7 @@ from pariskv.stages import stages_of, traits_of
 from pariskv.testing.case import Case, random_prompt
 from pariskv.testing.formats import check_encode, check_fit
 from pariskv.testing.selections import check_recall, check_selection
-from pariskv.testing.stores import check_attend, check_store
+from pariskv.testing.stores import check_append, check_attend, check_store
 from pariskv.types import LayerInfo
 
 __all__ = ["check_retriever"]
@@ -69,3 +69,5 @@ def _check(case: Case, recall_floor: float | None) -> None:
         check_store(case)
     if "attend" in case.stages:
         check_attend(case)
+    if "append" in case.stages:
+        check_append(case)

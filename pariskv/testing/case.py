@@ -13,6 +13,9 @@ from pariskv.errors import PluginContractError
 from pariskv.stages import Stage, Traits
 from pariskv.types import Codes, LayerInfo
 
+ONLY_READ = {"fetch": 1, "append": 2}
+"""Of the stages that write to their last arguments, the slots and the working set: how many they only read."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -39,8 +42,7 @@ class Case:
 
     def call(self, stage: str, *arguments: Any) -> Any:
         """A stage's result; what it raises becomes a PluginContractError, and so does writing to its input."""
-        # fetch writes to its last argument, the slots.
-        given = [tensor for argument in arguments[: 1 if stage == "fetch" else None] for tensor in tensors_in(argument)]
+        given = [tensor for argument in arguments[: ONLY_READ.get(stage)] for tensor in tensors_in(argument)]
         before = [tensor.clone() for tensor in given]
         try:
             result = (self.stages.get(stage) or self.source[stage])(*arguments)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
-from pariskv.errors import CapacityError
+from pariskv.errors import CapacityError, ParisKVError
 from pariskv.testing.case import Case, same_bits
 from pariskv.types import Query, Rows, Selected, Selection, Store, WorkingSet
 
@@ -15,18 +18,20 @@ GUARD = 3
 
 def check_store(case: Case) -> None:
     """What was appended comes back, the store counts it, grows, and refuses more than it holds."""
-    store = _filled(case)
-    _check_read(case, store)
+    store = filled(case)
+    keeps_rows = store.host_bytes + store.device_bytes > 0
+    check_rows = _check_read if keeps_rows else _check_refusals
+    check_rows(case, store)
     _check_full(case, store)
     store.grow(2 * store.capacity)
     if store.capacity < 2 * max(case.lengths):
         raise case.wrong("allocate_store", f"grow left the store's capacity at {store.capacity}")
-    _check_read(case, store)
-    if "fetch" in case.stages:
+    check_rows(case, store)
+    if "fetch" in case.stages and keeps_rows:
         _check_fetch(case, store)
 
 
-def _filled(case: Case) -> Store:
+def filled(case: Case) -> Store:
     """A store that is full to the longest row, appended in two blocks: rows of one length together."""
     store: Store = case.call("allocate_store", case.layer, max(case.lengths))
     if not isinstance(store, Store) or list(store.length) != [0] * case.layer.batch:
@@ -52,6 +57,26 @@ def _check_read(case: Case, store: Store) -> None:
         ):
             if not same_bits(got, source[row, :, start:stop]):
                 raise case.wrong("update", f"store.read({row}, {start}, {stop}) gives other {name} than were appended")
+
+
+def _check_refusals(case: Case, store: Store) -> None:
+    """A store that holds no bytes has no rows to give: it must say so, and not give anything instead."""
+    selection = _some_tokens(case)
+    slots = case.keys.new_zeros(*selection.indices.shape, 2, case.layer.head_dim)
+    with _refusal(case, "allocate_store", "read"):
+        store.read(0, 0, 1)
+    if "fetch" in case.stages:
+        with _refusal(case, "fetch", "fetch"):
+            case.stages["fetch"](selection, store, slots)
+
+
+@contextmanager
+def _refusal(case: Case, stage: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except ParisKVError:
+        return
+    raise case.wrong(stage, f"the store holds no bytes, but {what} gave rows; raise a BindingError that says why not")
 
 
 def _check_full(case: Case, store: Store) -> None:
@@ -143,7 +168,7 @@ def check_attend(case: Case) -> None:
     valid = used[steady:].expand(layer.batch, layer.kv_heads, -1)
     bias = rows.new_zeros(layer.batch, layer.kv_heads, layer.group, slots, dtype=torch.float32)
     bias[:, :, 0, ::2] = -torch.inf
-    working = WorkingSet(rows, used[:steady].expand(layer.batch, -1))
+    working = working_set(rows, used[:steady].expand(layer.batch, -1))
     query = Query(case.heads, None, layer.scaling, layer.softcap)
     out, lse = case.call("attend", query, working, Selected(valid, bias))
 
@@ -160,3 +185,33 @@ def check_attend(case: Case) -> None:
         lse.float(), scores.logsumexp(-1), atol=tolerance
     ):
         raise case.wrong("attend", "lse is not the log-sum-exp of the scores that out is weighted by")
+
+
+def check_append(case: Case) -> None:
+    """The step's token goes to the slot of its position, in the sink or around the ring, in active rows only."""
+    layer, sink, ring = case.layer, 2, 5
+    keys, values = torch.randn(
+        2, layer.batch, layer.kv_heads, 1, layer.head_dim, generator=torch.Generator().manual_seed(3)
+    ).to(layer.device, layer.dtype)
+    for length in (0, sink - 1, sink, sink + ring - 1, sink + ring, 100):
+        rows = keys.new_full((layer.batch, layer.kv_heads, sink + ring + 1, 2, layer.head_dim), 7)
+        working = working_set(rows, torch.zeros(layer.batch, sink + ring, dtype=torch.bool), sink)
+        working.length.fill_(length)
+        working.active[1:] = False
+        case.call("append", keys, values, working)
+        slot = length if length < sink else sink + (length - sink) % ring
+        if not torch.equal(rows[0, :, slot], torch.stack((keys, values), dim=3)[0, :, 0]):
+            raise case.wrong("append", f"the token at position {length} is not in slot {slot}")
+        others = [other for other in range(rows.shape[2]) if other != slot]
+        if not bool((rows[:, :, others] == 7).all()):
+            raise case.wrong("append", f"the token at position {length} also changed other slots than {slot}")
+        if working.length.tolist() != [length + 1] + [length] * (layer.batch - 1):
+            raise case.wrong("append", "length: wanted one more in active rows, and no more in the others")
+        if working.steady.nonzero().tolist() != [[0, slot]]:
+            raise case.wrong("append", "steady: wanted the new slot marked in active rows, and in no others")
+
+
+def working_set(rows: Tensor, steady: Tensor, sink: int = 0) -> WorkingSet:
+    """A working set whose rows all generate; of their tokens no more is known than `steady` says."""
+    length = steady.sum(dim=-1)
+    return WorkingSet(rows, steady, length, torch.ones_like(length, dtype=torch.bool), sink)

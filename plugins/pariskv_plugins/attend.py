@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from pariskv_kernels.append import append_token
 from pariskv_kernels.attend import attend_rows
 from torch import Tensor
 
@@ -15,6 +16,10 @@ class NumbaAttend(Retriever):
     """One pass over sink, ring and selected rows; extra rows and partial attentions are merged in."""
 
     graph_safe = True
+
+    @hookimpl
+    def append(self, keys: Tensor, values: Tensor, working: WorkingSet) -> None:
+        append_token(keys, values, working.rows, working.steady, working.length, working.active, working.sink)
 
     @hookimpl
     def attend(self, query: Query, working: WorkingSet, selected: Selected | None) -> tuple[Tensor, Tensor]:

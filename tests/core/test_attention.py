@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pariskv.attention import attend, dense_attention, merge
+from pariskv.testing.stores import working_set
 from pariskv.types import Partial, Query, Rows, Selected, WorkingSet
 
 B, H, G, D, STEADY, K = 2, 3, 4, 16, 7, 5
@@ -28,7 +29,7 @@ def a_step(seed: int = 0) -> tuple[Query, WorkingSet, Selected]:
     steady = torch.tensor([[True] * 4 + [False] * 3, [True, False] * 3 + [True]])
     valid = torch.rand(B, H, K, generator=generator) > 0.4
     heads = torch.randn(B, H, G, D, generator=generator, dtype=torch.float64)
-    return Query(heads, None, D**-0.5), WorkingSet(rows, steady), Selected(valid)
+    return Query(heads, None, D**-0.5), working_set(rows, steady), Selected(valid)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -84,7 +85,7 @@ def test_a_partial_attention_is_merged_by_its_log_sum_exp() -> None:
     query, working, selected = a_step()
     whole, whole_lse = attend(query, working, selected)
     steady_only, steady_lse = attend(query, working, None)
-    no_steady = WorkingSet(working.rows, torch.zeros_like(working.steady))
+    no_steady = working_set(working.rows, torch.zeros_like(working.steady))
     part, part_lse = attend(query, no_steady, selected)
     merged = Selected(torch.zeros_like(selected.valid), partial=Partial(part, part_lse))
     out, lse = attend(query, working, merged)
@@ -126,5 +127,5 @@ def test_float16_scores_do_not_overflow() -> None:
     rows = torch.full((1, 1, 4, 2, 128), 30.0).half()
     rows[..., 1, :] = 2.0
     query = Query(heads, None, 128**-0.5)
-    out, _ = attend(query, WorkingSet(rows, torch.ones(1, 4, dtype=torch.bool)), None)
+    out, _ = attend(query, working_set(rows, torch.ones(1, 4, dtype=torch.bool)), None)
     assert torch.equal(out, torch.full_like(out, 2.0))

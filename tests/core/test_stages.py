@@ -111,7 +111,7 @@ WANTED = "wanted exactly (query, selection, codes, top_k)"
         (
             NoStage,
             "rernk is marked @hookimpl, but 'rernk' is no stage (did you mean 'rerank'?); stages: allocate_codes, fit, "
-            "encode, encode_query, coarse_select, rerank, allocate_store, fetch, update, attend",
+            "encode, encode_query, coarse_select, rerank, allocate_store, fetch, update, attend, append",
         ),
         (Wrapping, "rerank is a hook wrapper; offer it with `register.wrapper(...)`"),
         (OnlyEncode, "implements encode without allocate_codes; a format needs both"),

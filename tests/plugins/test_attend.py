@@ -13,6 +13,7 @@ from torch import Tensor
 from pariskv.attention import attend
 from pariskv.registry import Registry
 from pariskv.testing import check_retriever
+from pariskv.testing.stores import working_set
 from pariskv.types import Partial, Query, Rows, Selected, WorkingSet
 
 B, H, G, D, STEADY, K = 2, 3, 4, 16, 7, 5
@@ -30,7 +31,7 @@ def a_step(dtype: torch.dtype) -> tuple[Query, WorkingSet, Selected]:
     rows[:, :, :STEADY][~steady.unsqueeze(1).expand(B, H, -1)] = math.nan
     rows[:, :, STEADY : STEADY + K][~valid] = rows[:, :, STEADY + K :] = math.nan
     query = Query(random(B, H, G, D, seed=4, dtype=dtype), None, D**-0.5)
-    return query, WorkingSet(rows, steady), Selected(valid)
+    return query, working_set(rows, steady), Selected(valid)
 
 
 def bias_of(width: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -86,7 +87,7 @@ def test_without_a_selection_only_sink_and_ring_are_attended() -> None:
 
 def test_what_only_an_extra_row_or_a_partial_attention_gives() -> None:
     query, working, selected = a_step(torch.float64)
-    nothing = WorkingSet(working.rows, torch.zeros_like(working.steady))
+    nothing = working_set(working.rows, torch.zeros_like(working.steady))
     partial = partial_attention(torch.float64)
     empty = replace(selected, valid=torch.zeros_like(selected.valid), partial=partial)
     out, lse = NumbaAttend().attend(query, nothing, empty)
@@ -106,7 +107,7 @@ def test_half_precision_gives_the_heads_dtype_near_float32(dtype: torch.dtype) -
         partial=Partial(selected.partial.out.float(), selected.partial.lse),
     )
     wanted, wanted_lse = attend(
-        replace(query, heads=query.heads.float()), WorkingSet(working.rows.float(), working.steady), single
+        replace(query, heads=query.heads.float()), working_set(working.rows.float(), working.steady), single
     )
     # Every part is rounded before it is merged, then the sum: two roundings.
     torch.testing.assert_close(out.float(), wanted, rtol=0, atol=4 * torch.finfo(dtype).eps)
@@ -120,5 +121,5 @@ def test_the_contract_is_kept() -> None:
 
 def test_it_is_built_in_under_its_name() -> None:
     row = next(row for row in Registry.load(entry_points=False).listing() if row.name == "numba")
-    assert (row.kind, row.stages, row.error) == ("retriever", ("attend",), None)
+    assert (row.kind, row.stages, row.error) == ("retriever", ("attend", "append"), None)
     assert NumbaAttend.graph_safe
