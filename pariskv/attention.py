@@ -1,4 +1,4 @@
-"""Attention in torch: the decode step's `attend`, and dense attention for the prompt.
+"""Attention in torch: the decode step's `attend`, and for the prompt dense attention, at once or in parts.
 
 Order everywhere: scale, soft-cap, bias, mask, softmax. Masking selects, it never multiplies by
 zero, so that NaN in an unused slot does not get through.
@@ -10,6 +10,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -128,7 +129,8 @@ def dense_attention(
     returns       [B, H * G, Q, D]
     """
     if softcap is not None or sinks is not None:
-        return _written_out(query, keys, values, mask, scaling, softcap, sinks)
+        found = _written_out(query, keys, values, mask, mask is None, scaling, softcap)
+        return found.out if sinks is None else weaken_by_sinks(found.out, found.lse, sinks)
     num_queries, num_keys = query.shape[2], keys.shape[2]
     is_causal = mask is None and num_queries == num_keys and num_queries > 1
     if mask is None and 1 < num_queries < num_keys:
@@ -138,32 +140,56 @@ def dense_attention(
     )
 
 
+def partial_attention(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float | None = None, is_causal: bool = False
+) -> Partial:
+    """Attention of a chunk to a part of what it may see, to be merged with the other parts.
+
+    query         [B, H * G, Q, D]
+    keys, values  [B, H, n, D]; where is_causal the queries are the last Q of the n tokens, else all of them are seen
+    returns       out [B, H * G, Q, D] and log-sum-exp [B, H * G, Q] in float32 or float64
+
+    On a CUDA device flash attention does it, where it can; elsewhere the definition, in float32 at least.
+    """
+    if softcap is None and _flash_takes(query, keys, values):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        out, lse, *_ = flash(query, keys, values, is_causal=is_causal, scale=scaling)  # causal: aligned at the end
+        return Partial(out, lse)
+    if query.element_size() == 2:
+        query, keys, values = query.float(), keys.float(), values.float()
+    return _written_out(query, keys, values, None, is_causal, scaling, softcap)
+
+
+def _flash_takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    if not query.is_cuda or query.shape[-1] % 8:
+        return False
+    return can_use_flash_attention(SDPAParams(query, keys, values, None, 0.0, False, True))
+
+
 def _written_out(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
+    is_causal: bool,
     scaling: float,
     softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """`dense_attention` where no fused kernel does it: blocks of queries against all keys."""
+) -> Partial:
+    """Attention of a chunk where no fused kernel does it: blocks of queries against all keys."""
     batch, num_heads, num_queries, head_dim = query.shape
     heads = keys.shape[1]
     group = num_heads // heads
-    out = torch.empty_like(query)
+    out, lse = torch.empty_like(query), []
     for start in range(0, num_queries, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, num_queries)
         block = query[:, :, start:stop].reshape(batch, heads, group * (stop - start), head_dim)
         scores = _scores(Query(block, None, scaling, softcap), keys).view(batch, num_heads, stop - start, -1)
-        scores = _masked(scores, mask, start, num_queries)
+        scores = _masked(scores, mask, is_causal, start, num_queries)
         flat = scores.view(batch, heads, group * (stop - start), -1)
-        result, lse = _softmax(flat, values)
-        result = result.view(batch, num_heads, stop - start, head_dim)
-        if sinks is not None:
-            result = weaken_by_sinks(result, lse.view(batch, num_heads, stop - start), sinks)
-        out[:, :, start:stop] = result
-    return out
+        result, block_lse = _softmax(flat, values)
+        out[:, :, start:stop] = result.view(batch, num_heads, stop - start, head_dim)
+        lse.append(block_lse.view(batch, num_heads, stop - start))
+    return Partial(out, torch.cat(lse, dim=2))
 
 
 def weaken_by_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
@@ -175,12 +201,14 @@ def weaken_by_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
-def _masked(scores: Tensor, mask: Tensor | None, start: int, num_queries: int) -> Tensor:
+def _masked(scores: Tensor, mask: Tensor | None, is_causal: bool, start: int, num_queries: int) -> Tensor:
     """Scores [B, heads, q, n] of the queries from `start` on, with -inf where they may not look."""
     rows, num_keys = scores.shape[-2:]
-    if mask is None:
+    if is_causal:
         offset = num_keys - num_queries + start
         allowed = torch.ones(rows, num_keys, dtype=torch.bool, device=scores.device).tril(offset)
-        return scores.masked_fill(~allowed, -math.inf)
+        scores = scores.masked_fill(~allowed, -math.inf)
+    if mask is None:
+        return scores
     part = mask[:, :, start : start + rows, :num_keys]
     return scores.masked_fill(~part, -math.inf) if part.dtype == torch.bool else scores + part

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from pariskv.binding import LayerPipeline
 from pariskv.config import WindowConfig
-from pariskv.layer import HEADROOM, LayerState, Request
-from pariskv.prompt import Unrotate
-from pariskv.types import LayerInfo
+from pariskv.layer import HEADROOM, ChooseHistory, LayerState, Request, count_selected
+from pariskv.prompt import History
+from pariskv.types import LayerInfo, Rotary
 from pariskv.window import Window
 
 
@@ -20,11 +20,18 @@ class RequestState:
     """The layers of one request, created as the model first reaches them.
 
     pipelines  layer index -> bound stages, for the layers that retrieve
+    choose     decides how a prompt is read
     """
 
-    def __init__(self, pipelines: Mapping[int, LayerPipeline], window: WindowConfig, unrotate: Unrotate | None = None):
+    def __init__(
+        self,
+        pipelines: Mapping[int, LayerPipeline],
+        window: WindowConfig,
+        rotary: Rotary | None = None,
+        choose: ChooseHistory | None = None,
+    ):
         self.pipelines = dict(pipelines)
-        self.request = Request(unrotate=unrotate)
+        self.request = Request(rotary=rotary, choose=choose)
         self.layers: dict[int, LayerState] = {}
         self._window = window
 
@@ -32,13 +39,8 @@ class RequestState:
         """The state of layer `info.index`, made at its first call."""
         if info.index not in self.layers:
             pipeline = self.pipelines[info.index]
-            self.layers[info.index] = LayerState(info, pipeline, self.window_of(pipeline), self.request)
+            self.layers[info.index] = LayerState(info, pipeline, window_of(pipeline, self._window), self.request)
         return self.layers[info.index]
-
-    def window_of(self, pipeline: LayerPipeline) -> Window:
-        """The layer's window: U is a multiple of the block of every format that it reads."""
-        w = self._window
-        return Window(w.sink, w.local, math.lcm(w.update_interval, pipeline.block), w.dense_below)
 
     # The phases, told by the loop; under `generate()` each layer infers them
 
@@ -62,10 +64,11 @@ class RequestState:
     def reset(self) -> None:
         """Forget the request; nothing of it may reach the next one."""
         self.layers.clear()
-        self.request = Request(unrotate=self.request.unrotate)
+        self.request = Request(rotary=self.request.rotary, choose=self.request.choose)
 
     def end_step(self) -> None:
         """Between two steps: full buffers leave for the zone."""
+        count_selected(self.layers.values())
         for layer in self.layers.values():
             layer.finish_step()
 
@@ -96,12 +99,17 @@ class RequestState:
         return next(iter(self.layers.values())).lengths if self.layers else []
 
     @property
+    def prefill_history(self) -> History:
+        """Where the last prompt's chunks found the ones before them: store, if any layer's did."""
+        return "store" if any(layer.prefill_history == "store" for layer in self.layers.values()) else "buffer"
+
+    @property
     def kv_device_bytes(self) -> int:
         """Keys and values on the device: sink, ring and slots, a prompt being read, a store kept there."""
         total = 0
         for layer in self.layers.values():
             total += layer.device.nbytes if layer.device else 0
-            total += layer.prompt.keys.nbytes + layer.prompt.values.nbytes if layer.prompt else 0
+            total += layer.prompt.nbytes if layer.prompt else 0
             total += layer.store.device_bytes if layer.store else 0
         return total
 
@@ -117,6 +125,12 @@ class RequestState:
     @property
     def code_bytes(self) -> int:
         return sum(layer.code_bytes for layer in self.layers.values())
+
+
+def window_of(pipeline: LayerPipeline, window: WindowConfig) -> Window:
+    """A layer's window: U is a multiple of the block of every format that it reads."""
+    update = math.lcm(window.update_interval, pipeline.block)
+    return Window(window.sink, window.local, update, window.dense_below)
 
 
 def dense_bytes(layer: LayerState) -> int:

@@ -89,6 +89,12 @@ class PrefillConfig:
         default="auto",
         metadata={"help": "tokens a chunk; auto: up to 16384 at once, else 8192"},
     )
+    history: Literal["auto", "buffer", "store"] = field(
+        default="auto",
+        metadata={
+            "help": "where a chunk finds the ones before it: buffer (on the device), store; auto: buffer where it fits"
+        },
+    )
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,27 @@ What changes per token lives here. A layer is either reading a prompt (`prompt` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from pariskv.binding import Encoder, LayerPipeline
 from pariskv.errors import CapacityError, ModelError, ShapeError
-from pariskv.prompt import Prompt, PromptView, QueryStatistics, Unrotate
-from pariskv.types import Budget, Codes, LayerInfo, Store, Tensors
+from pariskv.history import StreamedPrompt
+from pariskv.prompt import BufferedPrompt, History, Pair, Prompt, PromptView, QueryStatistics
+from pariskv.types import Budget, Codes, LayerInfo, Rotary, Store, Tensors
 from pariskv.window import Window
 from pariskv.working import DeviceRows
 
 HEADROOM = 256
 """Tokens that a request without a known end gets room for beyond its prompt."""
+
+
+ChooseHistory = Callable[[int, int, int], History]
+"""(batch rows, columns of the prompt with its history, new tokens) -> where its earlier chunks are meanwhile."""
 
 
 @dataclass
@@ -30,14 +36,25 @@ class Request:
     prompt_tokens  columns that the prompt being read will have in the end, 0 where nobody knows
     new_tokens     tokens that will be generated after it
     prefilling     the loop says that a prompt is being read; without a loop it is inferred
-    unrotate       takes keys back to before the rotary embedding, None where the model cannot
+    rotary         the model's rotary embedding, None where it has none that can be undone
+    choose         decides where the earlier chunks of a prompt are while it is read; None: in a buffer
     """
 
     prompt_tokens: int = 0
     new_tokens: int = HEADROOM
     prefilling: bool = False
-    unrotate: Unrotate | None = None
+    rotary: Rotary | None = None
+    choose: ChooseHistory | None = None
+    _chosen: tuple[int, History] | None = None
     _slots: dict[tuple[int, int], tuple[int, Tensor]] = field(default_factory=dict)
+
+    def history(self, batch: int, columns: int) -> History:
+        """Where the earlier chunks of a prompt of `columns` columns are, decided once for all layers."""
+        if self.choose is None:
+            return "buffer"
+        if self._chosen is None or self._chosen[0] != columns:
+            self._chosen = columns, self.choose(batch, columns, self.new_tokens)
+        return self._chosen[1]
 
     def next_slots(self, step: int, device: DeviceRows) -> Tensor:
         """`DeviceRows.next_slots` [B], computed once a step for all layers of the same regions.
@@ -66,15 +83,17 @@ class LayerState:
         self.zones = [0] * info.batch
         self.active_rows = [True] * info.batch
         self.columns = 0  # of the model: real tokens and padding
-        self._in_step = False
+        self._in_step = self._is_counted = False
         self.zone_length = torch.zeros(info.batch, dtype=torch.int32, device=info.device)
         self.budget = Budget(0, torch.zeros_like(self.zone_length))
         self.steps = 0
         self.steady = 0  # sink and ring tokens attended to, summed over steps and rows
-        # How often each slot held a selected row: a step adds to it, nobody sums it before `attended` is asked for.
+        # How often each slot held a selected row; see `count_selected`. Nobody sums it before `attended` is asked for.
         slots = pipeline.slots(info.group)
         self.selected = torch.zeros(info.batch, info.kv_heads, slots, dtype=torch.int32, device=info.device)
+        self.chosen: Tensor | None = None  # which slots hold a row in the last step; a graph writes it anew
         self.prompt: Prompt | None = None
+        self.prefill_history: History = "buffer"  # how the last prompt was read
         self.device: DeviceRows | None = None
         self.store: Store | None = None
         self.codes: dict[str, Codes] = {}
@@ -97,14 +116,17 @@ class LayerState:
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Take the model's new keys and values [B, H, Q, D].
 
-        returns what a prompt's chunk attends to [B, H, n, D]; a decode step's own token as it came
+        returns what a prompt's buffer holds [B, H, n, D]; without one, and in a decode step, what came
         """
         if keys.shape[2] == 1 and any(self.lengths) and not self.request.prefilling:
             if self.device is None:
                 self.end_prefill()
             self.count_step()
             assert self.device is not None
-            self.device.append(keys, values, self.request.next_slots(self.columns, self.device))
+            if self.pipeline.append is None:
+                self.device.append(keys, values, self.request.next_slots(self.columns, self.device))
+            else:
+                self.pipeline.append(keys, values, self.device.working)
             return keys, values
         self.columns += keys.shape[2]
         if self.prompt is None:
@@ -116,12 +138,13 @@ class LayerState:
         """The host's part of a step; the device's is `append`, or a graph that holds it."""
         self.finish_step()
         self.columns += 1
-        self._in_step = True
+        self._in_step, self._is_counted = True, False
 
     def finish_step(self) -> None:
         """Count the step that was appended, and move what is due: by the loop between two steps, else by the next."""
         if not self._in_step:
             return
+        count_selected([self])
         self._in_step = False
         self.lengths = [n + is_active for n, is_active in zip(self.lengths, self.active_rows, strict=True)]
         self.steps += 1
@@ -138,48 +161,64 @@ class LayerState:
     # Reading a prompt
 
     def _begin_prompt(self, chunk: int) -> None:
-        """Start the prompt's buffer, with the history in front where this is a later turn."""
+        """Start reading, with the history in front where this is a later turn."""
         self.finish_step()
         history = self.columns - chunk
-        prompt = Prompt(self.info, max(self.columns, self.request.prompt_tokens))
-        prompt.columns = history
-        if history:
-            prompt.reserve(prompt.expected, held=0)
-        prompt.pads = [history - length for length in self.lengths]
-        for row, pad in enumerate(prompt.pads):
-            prompt.keys[row, :, :pad] = 0
-            prompt.values[row, :, :pad] = 0
-            column = pad
-            for keys, values in self._history(row):
-                stop = column + keys.shape[1]
-                prompt.keys[row, :, column:stop] = keys
-                prompt.values[row, :, column:stop] = values
-                column = stop
-        self.prompt, self.device = prompt, None
+        expected = max(self.columns, self.request.prompt_tokens)
+        if self.pipeline.indexes != "none" and self.request.history(self.info.batch, expected) == "store":
+            streamed = StreamedPrompt(self.info, self.window.sink)
+            if history:
+                held = [_as_pair(self._steady(row)) for row in range(self.info.batch)]
+                streamed.resume(history, held, self.zones, self.store)
+            self.prompt = streamed
+        else:
+            buffered = BufferedPrompt(self.info, expected)
+            if history:
+                buffered.resume(history, self.lengths, self._history)
+            self.prompt = buffered
+        self.prefill_history = self.prompt.history
+        self.device = None
 
-    def _history(self, row: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _history(self, row: int) -> Iterator[Pair]:
         """Keys and values [H, n, D] of everything that a row holds, in token order."""
-        if self.device is None or not self.lengths[row]:
-            return
+        sink, ring = self._steady(row)
+        yield sink
+        if self.zones[row] and self.store is not None:
+            yield self.store.read(row, 0, self.zones[row])
+        yield ring
+
+    def _steady(self, row: int) -> tuple[Pair, Pair]:
+        """Keys and values [H, n, D] of a row's sink, and of its ring."""
+        assert self.device is not None
         tokens, zone = self.lengths[row], self.zones[row]
         first = min(self.window.sink, tokens)
-        yield _split(self.device.read(row, 0, first))
-        if zone and self.store is not None:
-            yield self.store.read(row, 0, zone)
-        yield _split(self.device.read(row, first + zone, tokens))
+        return _split(self.device.read(row, 0, first)), _split(self.device.read(row, first + zone, tokens))
 
-    def chunk_attended(self, query: Tensor, mask: Tensor | None) -> None:
-        """A prompt's chunk has been attended to: learn its padding, move the blocks that are complete.
+    def attend_chunk(self, query: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+        """A prompt's newest chunk attends to everything so far; then the blocks that are complete move.
 
-        query [B, H * G, Q, D]; mask [B, 1, Q, n] or None
+        query [B, H * G, Q, D]; mask [B, 1, Q, n] or None; sinks as in `dense_attention`; returns as the query
         """
         assert self.prompt is not None
         self.prompt.note_mask(mask)
+        out = self.prompt.attend(query, mask, sinks)
+        self._take_in(query)
+        return out
+
+    def chunk_attended(self, query: Tensor, mask: Tensor | None) -> None:
+        """The same for a chunk that somebody else attended to, or nobody."""
+        assert self.prompt is not None
+        self.prompt.note_mask(mask)
+        self._take_in(query)
+
+    def _take_in(self, query: Tensor) -> None:
+        assert self.prompt is not None
         self.lengths = self.prompt.lengths
         if any(encoder.needs & {"query_moment", "recent_queries"} for encoder in self.pipeline.encoders):
             self._queries = self._queries or QueryStatistics(self.info, self.window)
             self._queries.add(query, self.lengths)
         self.settle()
+        self.prompt.leave(self.zones, self.store)
 
     def refuse_other_padding(self, mask: Tensor) -> None:
         """Raise ModelError where the first step's mask [B, 1, 1, n] does not leave the tokens that are held."""
@@ -192,7 +231,7 @@ class LayerState:
             )
 
     def end_prefill(self) -> None:
-        """Leave the prompt's buffer: fit and encode what waited for it, sink and ring to the device."""
+        """Leave the prompt: fit and encode what waited for it, sink and ring to the device."""
         prompt = self.prompt
         assert prompt is not None
         self._fit_and_encode()
@@ -276,7 +315,7 @@ class LayerState:
             if encoder.fit is None or not rows:
                 continue
             assert self.store is not None
-            view = PromptView(self.info, self.window, self.store, self._queries, encoder.needs, self.request.unrotate)
+            view = PromptView(self.info, self.window, self.store, self._queries, encoder.needs, self.request.rotary)
             self._keep_state(encoder.name, encoder.fit(self.info, view), rows)
             fitted.update(rows)
             for row in rows:
@@ -314,11 +353,11 @@ class LayerState:
 
     def _publish_zones(self) -> None:
         """Tell the device what the zone now is: lengths, budget, which ring slots are valid."""
-        self.zone_length.copy_(torch.tensor(self.zones, dtype=torch.int32))
+        self.zone_length.copy_(_integers(tuple(self.zones), self.info.device))
         if self.store is not None:
             rule, top_k = self.pipeline.candidates, self.pipeline.top_k
-            counts = torch.tensor([rule.count(zone, top_k) for zone in self.zones], dtype=torch.int32)
-            self.budget.count.copy_(counts)
+            counts = tuple(rule.count(zone, top_k) for zone in self.zones)
+            self.budget.count.copy_(_integers(counts, self.info.device))
             self.budget = Budget(rule.width(self.store.capacity, top_k), self.budget.count)
         assert self.device is not None
         for row, (tokens, zone) in enumerate(zip(self.lengths, self.zones, strict=True)):
@@ -364,9 +403,39 @@ class LayerState:
         return sum(codes.nbytes for codes in self.codes.values())
 
 
-def _split(rows: Tensor) -> tuple[Tensor, Tensor]:
+@lru_cache(maxsize=64)
+def _integers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """int32 on the device; all layers of a request ask for the same in turn."""
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def count_selected(layers: Iterable[LayerState]) -> None:
+    """Add to the layers' counters what the step selected, in a few operations for all of them together."""
+    due = [layer for layer in layers if layer._in_step and not layer._is_counted and layer.chosen is not None]
+    if due:
+        chosen = _as_integers([layer.chosen for layer in due if layer.chosen is not None])
+        counters = [layer.selected[..., : one.shape[-1]] for layer, one in zip(due, chosen, strict=True)]
+        torch._foreach_add_(counters, chosen)  # type: ignore[arg-type]  # its stub knows numbers only
+    for layer in due:
+        layer._is_counted = True
+
+
+def _as_integers(flags: list[Tensor]) -> Sequence[Tensor]:
+    """Flags [B, H, K] as int32: at once where they have one size."""
+    if len({flag.shape for flag in flags}) == 1:
+        return torch.stack(flags).int().unbind()
+    return [flag.int() for flag in flags]
+
+
+def _split(rows: Tensor) -> Pair:
     """Rows [H, n, 2, D] as keys and values [H, n, D]."""
     return rows[:, :, 0], rows[:, :, 1]
+
+
+def _as_pair(pieces: Iterable[Pair]) -> Pair:
+    """Keys and values [H, n, D] of the pieces, one after the other."""
+    keys, values = zip(*pieces, strict=True)
+    return torch.cat(keys, dim=1), torch.cat(values, dim=1)
 
 
 def _as_batch(rows: list[Tensor]) -> Tensor:

@@ -1,31 +1,43 @@
-"""A layer's keys and values while a prompt (or a later turn) is read, and what `fit` sees of them."""
+"""A layer's keys and values while a prompt (or a later turn) is read, and what `fit` sees of them.
+
+Prompt           what a chunk needs of the layer: the base of the two ways to read a prompt
+BufferedPrompt   everything so far stays in a buffer on the device until the prefill ends
+                 (the other way, from the store: `pariskv.history.StreamedPrompt`)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from pariskv.attention import dense_attention
 from pariskv.errors import BindingError, ModelError
-from pariskv.types import RECENT_QUERIES, LayerInfo, Prefill, Store
+from pariskv.types import RECENT_QUERIES, LayerInfo, Prefill, Rotary, Store
 from pariskv.window import Window
 
-Unrotate = Callable[[int, Tensor, int], Tensor]
-"""(layer index, keys [H, n, D], position of the first) -> the keys before the rotary embedding."""
+History = Literal["buffer", "store"]
+"""Where a prompt's earlier chunks are while it is read: all in a buffer on the device, or in the store."""
+
+Pair = tuple[Tensor, Tensor]
+"""Keys and values of the same tokens."""
 
 
-class Prompt:
-    """Everything so far of one layer, in the model's columns: each row right-aligned, padding on the left.
+class Prompt(ABC):
+    """One layer's prompt while it is read, in the model's columns: each row right-aligned, padding on the left.
 
-    Lives from the first chunk to the end of the prefill; `pads[b]` columns of row b are padding. A prompt
-    of one chunk is kept as it came; more chunks are copied into one buffer of `expected` columns.
+    Lives from the first chunk to the end of the prefill; `pads[b]` columns of row b are padding. A chunk
+    comes in three calls: `append`, `note_mask`, and `leave` once its blocks have moved into the zone.
     """
 
-    def __init__(self, info: LayerInfo, expected: int):
-        self.expected = expected
-        self.keys = torch.empty(info.batch, info.kv_heads, 0, info.head_dim, dtype=info.dtype, device=info.device)
-        self.values = self.keys
+    history: History
+
+    def __init__(self, info: LayerInfo):
+        self.info = info
         self.columns = 0
         self.pads = [0] * info.batch
 
@@ -34,25 +46,26 @@ class Prompt:
         """Real tokens of each row."""
         return [self.columns - pad for pad in self.pads]
 
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a chunk [B, H, Q, D]; returns everything so far [B, H, n, D]."""
-        start, self.columns = self.columns, self.columns + keys.shape[2]
-        if start == 0 and self.columns >= self.expected:
-            self.keys, self.values = _without_the_rest(keys), _without_the_rest(values)
-            return self.keys, self.values
-        if self.columns > self.keys.shape[2]:
-            self.reserve(max(self.columns, self.expected, start * 3 // 2), held=start)
-        self.keys[:, :, start : self.columns] = keys
-        self.values[:, :, start : self.columns] = values
-        return self.keys[:, :, : self.columns], self.values[:, :, : self.columns]
+    @abstractmethod
+    def append(self, keys: Tensor, values: Tensor) -> Pair:
+        """Add a chunk [B, H, Q, D]; returns what there is of the prompt in the model's columns [B, H, n, D]."""
 
-    def reserve(self, columns: int, held: int) -> None:
-        """A buffer of `columns` columns, with the `held` ones there are in front."""
-        for name in ("keys", "values"):
-            old: Tensor = getattr(self, name)
-            new = old.new_empty((*old.shape[:2], columns, old.shape[3]))
-            new[:, :, :held] = old[:, :, :held]
-            setattr(self, name, new)
+    @abstractmethod
+    def attend(self, query: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+        """Causal attention of the newest chunk's queries [B, H * G, Q, D] to everything so far, of the same shape."""
+
+    @abstractmethod
+    def read(self, row: int, start: int, stop: int) -> Pair:
+        """Keys and values [H, n, D] of one row at the positions start .. stop - 1, none of them left."""
+
+    @abstractmethod
+    def leave(self, zones: Sequence[int], store: Store | None) -> None:
+        """Learn that the first `zones[b]` tokens after the sink of row b are in the store."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of keys and values held on the device."""
 
     def note_mask(self, mask: Tensor | None) -> None:
         """Learn the padding from the attention mask [B, 1, Q, n] of the newest chunk (bool, True: attend).
@@ -72,13 +85,76 @@ class Prompt:
             )
         self.pads = [int(pad) for pad in pads.tolist()]
 
-    def read(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [H, n, D] of one row at the positions start .. stop - 1."""
+
+class BufferedPrompt(Prompt):
+    """Everything so far of one layer on the device.
+
+    A prompt of one chunk is kept as it came; more chunks are copied into one buffer of `expected` columns.
+    """
+
+    history: History = "buffer"
+
+    def __init__(self, info: LayerInfo, expected: int):
+        super().__init__(info)
+        self.expected = expected
+        self.keys = torch.empty(info.batch, info.kv_heads, 0, info.head_dim, dtype=info.dtype, device=info.device)
+        self.values = self.keys
+
+    def resume(self, columns: int, lengths: Sequence[int], history: Callable[[int], Iterable[Pair]]) -> None:
+        """Begin with `columns` columns of history; history(row): keys and values [H, n, D], piece by piece."""
+        self.columns = columns
+        self.pads = [columns - length for length in lengths]
+        self.reserve(self.expected, held=0)
+        for row, pad in enumerate(self.pads):
+            self.keys[row, :, :pad] = 0
+            self.values[row, :, :pad] = 0
+            column = pad
+            for keys, values in history(row):
+                stop = column + keys.shape[1]
+                self.keys[row, :, column:stop] = keys
+                self.values[row, :, column:stop] = values
+                column = stop
+
+    def append(self, keys: Tensor, values: Tensor) -> Pair:
+        start, self.columns = self.columns, self.columns + keys.shape[2]
+        if start == 0 and self.columns >= self.expected:
+            self.keys, self.values = without_the_rest(keys), without_the_rest(values)
+            return self.keys, self.values
+        if self.columns > self.keys.shape[2]:
+            self.reserve(max(self.columns, self.expected, start * 3 // 2), held=start)
+        self.keys[:, :, start : self.columns] = keys
+        self.values[:, :, start : self.columns] = values
+        return self.so_far
+
+    @property
+    def so_far(self) -> Pair:
+        """Keys and values [B, H, n, D] of all columns."""
+        return self.keys[:, :, : self.columns], self.values[:, :, : self.columns]
+
+    def reserve(self, columns: int, held: int) -> None:
+        """A buffer of `columns` columns, with the `held` ones there are in front."""
+        for name in ("keys", "values"):
+            old: Tensor = getattr(self, name)
+            new = old.new_empty((*old.shape[:2], columns, old.shape[3]))
+            new[:, :, :held] = old[:, :, :held]
+            setattr(self, name, new)
+
+    def attend(self, query: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+        return dense_attention(query, *self.so_far, mask, self.info.scaling, self.info.softcap, sinks)
+
+    def read(self, row: int, start: int, stop: int) -> Pair:
         columns = slice(self.pads[row] + start, self.pads[row] + stop)
         return self.keys[row, :, columns], self.values[row, :, columns]
 
+    def leave(self, zones: Sequence[int], store: Store | None) -> None:
+        """Keep everything: later chunks attend to the buffer."""
 
-def _without_the_rest(tensor: Tensor) -> Tensor:
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+def without_the_rest(tensor: Tensor) -> Tensor:
     """The tensor, copied where keeping it would keep more alive: a fused projection's values are a part of it."""
     return tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()
 
@@ -134,6 +210,20 @@ class QueryStatistics:
         return total
 
 
+@dataclass(frozen=True)
+class ZoneRotary:
+    """The model's rotary embedding by positions in the zone, whose first token is the row's token `start`."""
+
+    model: Rotary
+    start: int
+
+    def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        return self.model.rotate(keys, positions + self.start)
+
+    def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        return self.model.unrotate(keys, positions + self.start)
+
+
 class PromptView(Prefill):
     """One layer's prompt as `fit` sees it, read from the store."""
 
@@ -144,25 +234,27 @@ class PromptView(Prefill):
         store: Store,
         queries: QueryStatistics | None,
         needs: frozenset[str],
-        unrotate: Unrotate | None,
+        rotary: Rotary | None,
     ):
         self.lengths = list(store.length)
         self.query_moment = queries.query_moment() if queries and "query_moment" in needs else None
         self.recent_queries = queries.recent if queries and "recent_queries" in needs else None
-        self._info, self._window, self._store = info, window, store
-        self._unrotate = unrotate if "pre_rope" in needs else None
+        self.rotary = ZoneRotary(rotary, window.sink) if rotary and "pre_rope" in needs else None
+        self.store: Store = store
+        self._info, self._window = info, window
 
     def blocks(self, row: int) -> Iterator[tuple[Tensor, Tensor]]:
         for start in range(0, self.lengths[row], self._window.update):
-            yield self._store.read(row, start, min(start + self._window.update, self.lengths[row]))
+            yield self.store.read(row, start, min(start + self._window.update, self.lengths[row]))
 
     def pre_rope_blocks(self, row: int) -> Iterator[Tensor]:
-        if self._unrotate is None:
+        if self.rotary is None:
             raise BindingError(
-                f"layer {self._info.index}: keys before RoPE were asked for, but not declared; "
-                f"add 'pre_rope' to the retriever's needs"
+                f"layer {self._info.index}: keys before RoPE were asked for, but there is no rotary embedding to undo "
+                f"them by, or they were not declared: add 'pre_rope' to the retriever's needs"
             )
-        start = self._window.sink
+        start = 0
         for keys, _ in self.blocks(row):
-            yield self._unrotate(self._info.index, keys, start)
-            start += keys.shape[1]
+            stop = start + keys.shape[1]
+            yield self.rotary.unrotate(keys.unsqueeze(0), torch.arange(start, stop, device=keys.device).unsqueeze(0))[0]
+            start = stop

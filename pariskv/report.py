@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from pariskv.prompt import History
+
 MEGA = 1e6
 
 
@@ -20,6 +22,7 @@ class Report:
     kv_dense_bytes            what dense attention holds for the same tokens
     kv_host_bytes             keys and values in host memory
     decode_tokens_per_s       of the decode steps; None where the prefill gave the only token
+    prefill_history           where a chunk found the ones before it: buffer (on the device) or store; None when dense
     answer_found              None without a needle
     """
 
@@ -34,6 +37,7 @@ class Report:
     prefill_tokens_per_s: float | None
     decode_tokens_per_s: float | None
     answer_found: bool | None
+    prefill_history: History | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,6 +86,7 @@ _ROWS = (
     ("the same, dense", lambda r: _megabytes(r.kv_dense_bytes)),
     ("keys and values in host memory", lambda r: _megabytes(r.kv_host_bytes)),
     ("codes", lambda r: _megabytes(r.code_bytes)),
+    ("earlier chunks during the prefill", lambda r: r.prefill_history or "-"),
     ("prefill, tokens per second", lambda r: _number(r.prefill_tokens_per_s)),
     ("decode, tokens per second", lambda r: _number(r.decode_tokens_per_s)),
     ("needle found", _found),

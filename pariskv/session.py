@@ -110,6 +110,7 @@ class Session:
             kv_dense_bytes=state.kv_dense_bytes + cache.stock_bytes,
             kv_host_bytes=state.kv_host_bytes,
             code_bytes=state.code_bytes,
+            prefill_history=state.prefill_history,
         )
         return run
 
@@ -200,7 +201,7 @@ class Session:
         if self.config.runtime.check_memory:
             rows, prompt_tokens = batch.tokens.shape
             need = cache.estimate(rows, prompt_tokens, self.config.generation.max_new_tokens)
-            refuse_if_too_large(need, self.model.device)
+            refuse_if_too_large(need, self.model.device, self.config.prefill.history)
         if not self._is_warm:
             cache.warm_up()
             self._is_warm = True

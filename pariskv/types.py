@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -177,6 +177,18 @@ class Store(ABC):
         """Bytes held in device memory."""
 
 
+class Rotary(Protocol):
+    """The model's rotary embedding of keys [R, h, n, D] at positions [R, n]; asks the host nothing to rotate."""
+
+    def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys as the model embeds them, of their own dtype."""
+        ...
+
+    def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Embedded keys as they were before."""
+        ...
+
+
 class Prefill(ABC):
     """The prompt as `fit` sees it: called once per layer and format when the prefill ends.
 
@@ -187,6 +199,8 @@ class Prefill(ABC):
     lengths: list[int]  # zone tokens of each row
     query_moment: Tensor | None  # [B, H, D, D] float64, the sum of q q^T over the row's tokens and the group
     recent_queries: Tensor | None  # [B, H, G, RECENT_QUERIES, D], zeros in front where the row is shorter
+    rotary: Rotary | None  # by zone-relative positions; needs "pre_rope"
+    store: Store | None  # the layer's store, for a format that teaches its own; None where a format is tried alone
 
     @abstractmethod
     def blocks(self, row: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -278,10 +292,16 @@ class WorkingSet:
 
     rows    [B, H, sink + ring + K, 2, D]
     steady  bool [B, sink + ring], which of the sink and ring slots hold a token
+    length  int64 [B] on the device, tokens of each row
+    active  bool [B], rows that still generate
+    sink    slots of the sink: a token's slot is its position there, behind it the position modulo the ring
     """
 
     rows: Tensor
     steady: Tensor
+    length: Tensor
+    active: Tensor
+    sink: int
 
     @property
     def slots(self) -> Tensor:

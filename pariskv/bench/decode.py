@@ -24,6 +24,7 @@ from pariskv.bench.timing import Timer, copy_bandwidth
 from pariskv.config import GenerationConfig, RuntimeConfig
 from pariskv.decode import Batch, decode, prefill
 from pariskv.errors import CapacityError, ConfigError
+from pariskv.prompt import History
 from pariskv.types import LayerInfo
 
 if TYPE_CHECKING:
@@ -87,12 +88,13 @@ class Settings:
 
 @dataclass
 class Found:
-    """What one side of a row took; None, with `why`, for what did not run."""
+    """What one side of a row took; None, with `why`, for what did not run. `history`: how our prompt was read."""
 
     ms: float | None = None
     ttft_s: float | None = None
     device_bytes: int | None = None
     host_bytes: int | None = None
+    history: History | None = None
     why: list[str] = field(default_factory=list)
 
     @contextmanager
@@ -106,7 +108,7 @@ class Found:
 
 
 def measure(settings: Settings, timer: Timer, measured: dict[str, Any]) -> Iterator[Row]:
-    """The rows, one by one; a copy's bandwidth, and which backend `dense` is, go into `measured`."""
+    """The rows, one by one; a copy's bandwidth, which backend `dense` is and how a prompt was read go to `measured`."""
     from pariskv.integrations.shapes import random_model
 
     with memory_cap(settings.memory_cap):
@@ -117,7 +119,11 @@ def measure(settings: Settings, timer: Timer, measured: dict[str, Any]) -> Itera
             case = _Case(settings, model, timer, tokens, batch)
             dense = case.dense(measured)
             for store in settings.stores:
-                yield _row(case, store, case.paris(store), dense)
+                ours = case.paris(store)
+                if ours.history is not None:
+                    found = {"tokens": tokens, "batch": batch, "store": store, "history": ours.history}
+                    measured.setdefault("prefill_history", []).append(found)
+                yield _row(case, store, ours, dense)
 
 
 def _row(case: _Case, store: str, ours: Found, dense: Found) -> Row:
@@ -203,6 +209,7 @@ class _Case:
         cache.warm_up()
         if s.prefill:
             found.ttft_s = self._read(cache, self.tokens, new_tokens)
+            found.history = cache.request.prefill_history
         else:
             fill_cache(cache, self.batch, self.tokens, new_tokens)
         release(device)

@@ -23,15 +23,15 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from pariskv.attention import dense_attention, weaken_by_sinks
 from pariskv.binding import bind
-from pariskv.cache import RequestState, as_heads
+from pariskv.cache import RequestState, as_heads, window_of
 from pariskv.config import Config, load_config
 from pariskv.decode import attend_layer
 from pariskv.errors import ModelError
 from pariskv.integrations.compiled import is_running, layer_step
 from pariskv.integrations.geometry import Geometry, refuse_missing_rotary, supported_layers
-from pariskv.integrations.rotary import make_unrotate
+from pariskv.integrations.rotary import rotary_of
 from pariskv.layer import HEADROOM, LayerState
-from pariskv.memory import Estimate, estimate
+from pariskv.memory import Estimate, Planner
 from pariskv.registry import Registry
 from pariskv.resolve import for_device
 from pariskv.warmup import warm_up
@@ -59,10 +59,12 @@ class ParisCache(Cache):
         layer_types, layer_kwargs = supported_layers(model)
         retrieving = [index for index, kind in enumerate(layer_types) if kind == "full_attention"]
         pipelines = bind(config, len(layer_types), registry or Registry.load(), retrieving)
-        unrotate = make_unrotate(model)
-        refuse_missing_rotary(pipelines.values(), unrotate is not None, model)
-        self.request = RequestState(pipelines, config.window, unrotate)
+        rotary = rotary_of(model)
+        refuse_missing_rotary(pipelines.values(), rotary is not None, model)
         self.geometry = geometry = Geometry(model, text_config)
+        windows = {index: window_of(pipeline, config.window) for index, pipeline in pipelines.items()}
+        self.planner = Planner(config.prefill.history, geometry.expected_info, pipelines, windows, model.device)
+        self.request = RequestState(pipelines, config.window, rotary, self.planner.history)
         super().__init__(
             layers=[
                 ParisLayer(index, self.request, geometry)
@@ -118,10 +120,7 @@ class ParisCache(Cache):
 
     def estimate(self, batch: int, prompt_tokens: int, new_tokens: int) -> Estimate:
         """What a request of `batch` rows would take, before anything is allocated."""
-        state = self.request
-        windows = {index: state.window_of(pipeline) for index, pipeline in state.pipelines.items()}
-        infos = {index: self.geometry.expected_info(index, batch) for index in state.pipelines}
-        return estimate(infos, state.pipelines, windows, prompt_tokens, new_tokens)
+        return self.planner.estimate(batch, prompt_tokens, new_tokens)
 
     @property
     def stock_bytes(self) -> int:
@@ -199,9 +198,7 @@ class ParisLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         self._unattended = False
         info = self.state.info
         if not self.state.decoding:
-            out = dense_attention(query, keys, values, mask, scaling, info.softcap, sinks)
-            self.state.chunk_attended(query, mask)
-            return out
+            return self.state.attend_chunk(query, mask, sinks)
         if mask is not None and not self._padding_checked:
             self._padding_checked = True
             self.state.refuse_other_padding(mask)

@@ -414,6 +414,8 @@ def test_decode_rows_hold_both_sides(prefill: bool) -> None:
         assert row["host_bytes"] > 0
         assert [row["ttft_s"] is None, row["dense_ttft_s"] is None] == [not prefill] * 2
     assert [one["batch"] for one in measured["dense"]] == [1, 2]
+    read = [{"tokens": 2300, "batch": batch, "store": "resident", "history": "buffer"} for batch in (1, 2)]
+    assert measured.get("prefill_history", []) == (read if prefill else [])
 
 
 def test_a_side_that_does_not_fit_leaves_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

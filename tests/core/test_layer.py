@@ -19,7 +19,7 @@ from pariskv.config import parse_config
 from pariskv.decode import attend_layer
 from pariskv.errors import ModelError
 from pariskv.layer import LayerState, Request
-from pariskv.prompt import Prompt
+from pariskv.prompt import BufferedPrompt
 from pariskv.registry import Registry, Source
 from pariskv.types import TOKENS, Tensors
 from pariskv.warmup import warm_up
@@ -280,7 +280,7 @@ def test_fit_sees_the_prompt_once_and_its_state_is_frozen(chunk: int) -> None:
 def test_a_prompt_of_one_chunk_is_kept_as_it_came_but_not_what_it_is_a_part_of() -> None:
     info = LayerInfo(0, 1, 2, 1, 4, torch.float32, torch.device("cpu"), 1.0)
     own, fused = torch.randn(1, 2, 9, 4), torch.randn(1, 9, 3, 2, 4)
-    prompt = Prompt(info, 9)
+    prompt = BufferedPrompt(info, 9)
     keys, values = prompt.append(own, fused[:, :, 2].transpose(1, 2))
     assert keys.data_ptr() == own.data_ptr()
     assert torch.equal(values, fused[:, :, 2].transpose(1, 2))

@@ -31,6 +31,7 @@ FIELDS = {
     "prefill_tokens_per_s",
     "decode_tokens_per_s",
     "answer_found",
+    "prefill_history",
 }
 ROOT = Path(__file__).parents[2]
 WORDS = " ".join(f"w{1 + i % 39}" for i in range(150))
