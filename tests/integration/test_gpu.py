@@ -101,6 +101,7 @@ def test_a_captured_step_draws_what_an_eager_one_draws() -> None:
     assert not torch.equal(tokens, loop(model, ids, LOSSY, 60, graph="off"))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # torch's own
 def test_a_compiled_step_gives_what_an_eager_one_gives() -> None:
     model, ids = tiny_model("llama", torch.float32).cuda(), prompt(150).cuda()
     lm, cache, batch = language_model(model), ParisCache(model, LOSSY), Batch(ids)
