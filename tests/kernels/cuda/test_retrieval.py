@@ -143,11 +143,13 @@ def test_the_best_scores_are_selected(C: int, levels: int, width: int, device: t
     check_by_scores(scores[:, :1], candidates[:, :1], width, device, threads=32, levels=64)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # unsigned numbers that wrap around, as NumPy tells of them
 def test_the_best_of_several_parts_go_on(device: torch.device) -> None:
     scores, candidates = scores_and_candidates(520, 1000)
     check_by_scores(scores[:1, :1], candidates[:1, :1], 9, device, threads=32, levels=64)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("outlier", [1e30, INF])
 def test_scores_that_share_a_level_are_told_apart(outlier: float, device: torch.device) -> None:
     """One score so large that all others fall into the lowest level: too many to compare with one another."""
