@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pariskv.errors import ShapeError
 from pariskv.testing.case import Case, same_bits
-from pariskv.types import RECENT_QUERIES, Codes, Prefill, Tensors
+from pariskv.testing.stores import filled
+from pariskv.types import RECENT_QUERIES, Codes, Prefill, Store, Tensors
 
 ROOM = 64
 """Blocks of room past the longest row, all poisoned."""
@@ -19,8 +20,17 @@ ROOM = 64
 ALL_BLOCKS = 1 << 20
 
 
+class NoRotation:
+    """The rotary embedding of a model that has none: keys before it are the keys."""
+
+    def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        return keys
+
+    unrotate = rotate
+
+
 class PromptView(Prefill):
-    """What `fit` sees of the case's prompt; keys before the rotary embedding are played by the keys."""
+    """What `fit` sees of the case's prompt, with the retriever's own store where it brings one."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.lengths = case, case.lengths
@@ -29,6 +39,8 @@ class PromptView(Prefill):
         self.query_moment = queries.mT @ queries if "query_moment" in needs else None
         recent = case.heads.unsqueeze(3).expand(-1, -1, -1, RECENT_QUERIES, layer.head_dim)
         self.recent_queries = recent if "recent_queries" in needs else None
+        self.rotary = NoRotation() if "pre_rope" in needs else None
+        self.store: Store | None = filled(case) if "allocate_store" in case.stages else None
 
     def blocks(self, row: int) -> Iterator[tuple[Tensor, Tensor]]:
         for start, stop in split(self.lengths[row], 128 * self.case.made.block):

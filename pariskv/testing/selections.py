@@ -90,7 +90,7 @@ def _checked(case: Case, stage: str, arguments: tuple[Any, ...], lengths: list[i
             raise case.wrong(stage, f"row {row} has a token twice; every position may be chosen once")
         if stage == "coarse_select" and not case.traits.selects_per_query_head:
             count = int(arguments[-1].count[row])
-            if len(chosen) > count or (count and not chosen):
+            if len(chosen) > count or (count and not chosen and not selects_nothing(selection)):
                 raise case.wrong(stage, f"row {row} has {len(chosen)} candidates; use budget.count, which says {count}")
     return selection
 
@@ -100,6 +100,8 @@ def _check_form(case: Case, stage: str, selection: Selection, size: Budget | int
     layer, indices = case.layer, selection.indices
     width = size if isinstance(size, int) else size.width
     width *= layer.group if case.traits.selects_per_query_head else 1
+    if selects_nothing(selection):
+        width = 0
     wanted = (layer.batch, layer.kv_heads, width)
     if tuple(indices.shape) != wanted or indices.dtype != torch.int32:
         raise case.wrong(
@@ -121,7 +123,14 @@ def _check_form(case: Case, stage: str, selection: Selection, size: Budget | int
             raise case.wrong(stage, f"{name} has NaN; unused entries of the codes hold anything, mask them with where")
 
 
+def selects_nothing(selection: Selection) -> bool:
+    """A selection without a single slot says so openly; one of empty slots has lost its tokens."""
+    return selection.indices.dim() == 3 and selection.indices.shape[-1] == 0
+
+
 def _check_subset(case: Case, candidates: Selection, final: Selection) -> None:
+    if selects_nothing(final):
+        return
     for row, head in ((row, head) for row in case.rows for head in range(case.layer.kv_heads)):
         offered = _tokens(candidates, row, head)
         chosen = _tokens(final, row, head)
