@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MARKER = re.compile(r"<!-- generated: ([a-z ]+) -->")
+MARKER = re.compile(r"<!-- generated: ([a-z -]+?) -->")
 DIAGRAM = re.compile(r'<img alt="([^"]*)" src="[^"]*img/([\w-]+\.svg)"\s*/?>')
 
 # The checkout's own code is documented, whether or not it is installed.
@@ -170,11 +170,16 @@ def changelog() -> str:
     return (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def measured(command: str) -> str:
+MEASURED = ("kernels", "layer", "layer-few-candidates", "decode", "memory", "retrievers")
+"""Files of docs/benchmarks."""
+
+
+def measured(name: str) -> str:
     """The table of what `pariskv bench COMMAND --json` wrote."""
     from pariskv.bench.output import as_markdown, read_json
 
-    return as_markdown(read_json(ROOT / "docs" / "benchmarks" / f"{command}.json"))
+    file = ROOT / "docs" / "benchmarks" / f"{name}.json"
+    return as_markdown(read_json(file)) if file.exists() else "Not measured yet."
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -185,7 +190,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "hooks": hooks,
     "traits": traits,
     "changelog": changelog,
-    **{f"bench {command}": partial(measured, command) for command in ("kernels", "layer", "decode", "memory")},
+    **{f"bench {name}": partial(measured, name) for name in MEASURED},
 }
 
 

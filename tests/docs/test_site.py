@@ -103,7 +103,7 @@ def test_both_diagrams_are_part_of_their_page(site: Path) -> None:
 
 
 def test_nothing_generated_is_missing(site: Path) -> None:
-    assert [path for path in site.rglob("*.html") if "generated:" in path.read_text(encoding="utf-8")] == []
+    assert [path for path in site.rglob("*.html") if "<!-- generated:" in path.read_text(encoding="utf-8")] == []
 
 
 def test_every_key_of_the_schema_is_on_the_configuration_page(site: Path) -> None:
