@@ -35,6 +35,7 @@ BUILTIN_PLUGINS = (
     "pariskv_plugins.magicpig",
     "pariskv_plugins.resident",
     "pariskv_plugins.uva",
+    "pariskv_plugins.host",
     "pariskv_plugins.attend",
 )
 ENTRY_POINT_GROUP = PROJECT

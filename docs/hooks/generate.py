@@ -118,7 +118,9 @@ def budget() -> str:
     from pariskv.budget import AUTO_RATIOS
 
     starts = [start for start, _ in AUTO_RATIOS]
-    assert [start for start, _ in COLLIDING] == starts, "candidates and collisions change at different lengths: use two tables"
+    assert [start for start, _ in COLLIDING] == starts, (
+        "candidates and collisions change at different lengths: use two tables"
+    )
     names = [f"{low:,} to {high - 1:,}" for low, high in pairwise(starts)] + [f"from {starts[-1]:,}"]
     rows = (
         (name, f"{float(ratio * 100):.0f} %", f"{collided} %")

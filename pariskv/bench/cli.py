@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from pariskv.bench.output import Row
     from pariskv.config import Config
 
-bench_app = typer.Typer(help="Measure kernels, layers, decode steps and the allocator on this machine's GPU.")
+bench_app = typer.Typer(
+    help="Measure kernels, layers, decode steps, retrievers and the allocator on this machine's GPU."
+)
 
 LENGTHS = "32K,128K,512K,1M"
 STORES = "resident,uva,uva reuse"
+RETRIEVERS = "pariskv,quest,pqcache,retroinfer,shadowkv,magicpig,snapkv,window"
 
 Lengths = Annotated[str, typer.Option("--tokens", help="lengths of the history, with commas; K is 1024")]
 Batches = Annotated[str, typer.Option("--batch", help="rows of a batch, with commas")]
@@ -142,6 +145,37 @@ def decode(
         memory_cap=None if memory_cap is None else parse_list(memory_cap, parse_bytes, "--memory-cap")[0],
     )
     timer, config = GraphTimer(), bench_config(settings.stores[0], top_k, settings.candidates, **settings.runtime)
+    run = _Run(context, json, settings.num_rows, for_device(config, timer.device))
+    run.show(measure(settings, timer, run.measured))
+
+
+@bench_app.command()
+def retrievers(
+    context: typer.Context,
+    retrievers: Annotated[str, typer.Option(help="what to measure, with commas")] = RETRIEVERS,
+    tokens: Lengths = "1M",
+    batch: Batches = "1",
+    top_k: Annotated[int, typer.Option(min=1, help="rows that are fetched per key/value head")] = 100,
+    candidates: Candidates = "auto",
+    steps: Annotated[int, typer.Option(min=1, help="eager steps of which the median is taken")] = 20,
+    json: Json = None,
+) -> None:
+    """One layer's decode step by every retriever with its published placement, beside dense SDPA."""
+    from pariskv.bench.retrievers import Settings, measure
+    from pariskv.bench.timing import GraphTimer
+    from pariskv.bench.units import one_of, parse_candidates, parse_count, parse_list, parse_tokens
+    from pariskv.registry import Registry
+    from pariskv.resolve import for_device
+
+    settings = Settings(
+        retrievers=parse_list(retrievers, one_of(tuple(Registry.load().names())), "--retrievers"),
+        tokens=parse_list(tokens, parse_tokens, "--tokens"),
+        batches=parse_list(batch, parse_count, "--batch"),
+        top_k=top_k,
+        candidates=parse_candidates(candidates),
+        steps=steps,
+    )
+    timer, config = GraphTimer(), settings.config(settings.retrievers[0], settings.tokens[0])
     run = _Run(context, json, settings.num_rows, for_device(config, timer.device))
     run.show(measure(settings, timer, run.measured))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,6 +34,14 @@ class Dense:
     @property
     def best_us(self) -> float | None:
         return min(self.us.values(), default=None)
+
+
+def measure_dense(timer: Timer, info: LayerInfo, tokens: int, measured: dict[str, Any]) -> Dense:
+    """`time_dense`, with every backend's time added to what a run has measured."""
+    dense = time_dense(timer, info, tokens)
+    found = {"tokens": tokens, "batch": info.batch, "backend": dense.backend, "us": dense.us}
+    measured.setdefault("dense", []).append(found)
+    return dense
 
 
 def time_dense(timer: Timer, info: LayerInfo, tokens: int) -> Dense:

@@ -8,32 +8,32 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pariskv.bench.dense import Dense, time_dense
+from pariskv.bench.dense import Dense, measure_dense
 from pariskv.bench.output import Row, make_row
 from pariskv.bench.room import TOO_LARGE, reason, refuse_layers, release
 from pariskv.bench.synthetic import (
+    DecodeSteps,
+    LayerSizes,
     bench_config,
     bench_pipeline,
     filled_layer,
+    layers_for,
     mean_overlap,
     mix_for_overlap,
     query_sequence,
     selected_indices,
 )
-from pariskv.bench.timing import Timer, layers_to_cycle
-from pariskv.decode import attend_layer
+from pariskv.bench.timing import Timer
 from pariskv.layer import LayerState
-from pariskv.types import LayerInfo
 
 CALIBRATION_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What to measure: every combination; sizes are those of Llama-3-8B and Qwen3-8B."""
+class Settings(LayerSizes):
+    """What to measure: every combination."""
 
     tokens: tuple[int, ...]
     batches: tuple[int, ...]
@@ -41,28 +41,16 @@ class Settings:
     stores: tuple[str, ...]
     candidates: str | int | float
     overlap: float = 0.7  # of the rows of consecutive steps
-    kv_heads: int = 8
-    group: int = 4
-    head_dim: int = 128
-    dtype: torch.dtype = torch.bfloat16
 
     @property
     def num_rows(self) -> int:
         return len(self.tokens) * len(self.batches) * len(self.top_ks) * len(self.stores)
 
-    def info(self, index: int, batch: int, device: torch.device) -> LayerInfo:
-        return LayerInfo(
-            index, batch, self.kv_heads, self.group, self.head_dim, self.dtype, device, self.head_dim**-0.5
-        )
-
 
 def measure(settings: Settings, timer: Timer, measured: dict[str, Any]) -> Iterator[Row]:
     """The rows, one by one; which backend `dense` is goes into `measured`."""
     for tokens, batch in product(settings.tokens, settings.batches):
-        dense = time_dense(timer, settings.info(0, batch, timer.device), tokens)
-        measured.setdefault("dense", []).append(
-            {"tokens": tokens, "batch": batch, "backend": dense.backend, "us": dense.us}
-        )
+        dense = measure_dense(timer, settings.info(0, batch, timer.device), tokens, measured)
         for top_k, store in product(settings.top_ks, settings.stores):
             row = _Case(settings, timer, tokens, batch, top_k, store).row(dense)
             release(timer.device)
@@ -106,24 +94,20 @@ class _Case:
 
     def _values(self) -> dict[str, Any]:
         layers = self._layers()
-        infos = [layer.info for layer in layers]
         mix = mix_for_overlap(partial(_overlap_at, layers[0]), self.settings.overlap)
-        runs = self.timer.runs
-        sequence = torch.stack([query_sequence(info, mix, runs, info.index) for info in infos], dim=1)
-        heads = sequence[0].clone()  # [L, B, H, G, D], which the captured calls read
-        calls = [partial(attend_layer, layer, heads[index]) for index, layer in enumerate(layers)]
+        steps = DecodeSteps(layers, mix, self.timer.runs)
         store: Any = layers[0].store
 
         def before(run: int) -> None:
-            heads.copy_(sequence[run])
+            steps.before(run)
             if run == 1 and self.reuses:
                 store.counts.zero_()  # what was fetched until now were not consecutive steps
 
-        seconds = self.timer.seconds(calls, before)
+        seconds = self.timer.seconds(steps.calls, before)
         return {
             "us": 1e6 * seconds,
             "hit_rate": float(store.hit_rate) if self.reuses else None,
-            "overlap": _overlap_of(layers[0], sequence[:, 0]),
+            "overlap": _overlap_of(layers[0], steps.sequence[:, 0]),
         }
 
     def _layers(self) -> list[LayerState]:
@@ -133,9 +117,8 @@ class _Case:
         """
         settings, device = self.settings, self.timer.device
         pipeline, window = bench_pipeline(bench_config(self.store, self.top_k, settings.candidates), device)
-        sign_bytes = self.batch * settings.kv_heads * self.tokens * settings.head_dim // 8
-        count = layers_to_cycle(sign_bytes, self.timer.l2_bytes)
         first = settings.info(0, self.batch, device)
+        count = layers_for(first, self.tokens, self.timer)
         refuse_layers(first, pipeline, window, self.tokens, count, in_host=self.store != "resident")
         return [
             filled_layer(settings.info(index, self.batch, device), pipeline, window, self.tokens)

@@ -32,6 +32,19 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "ttft_s",
         "dense_ttft_s",
     ),
+    "retrievers": (
+        "retriever",
+        "tokens",
+        "batch",
+        "top_k",
+        "placement",
+        "captured",
+        "us",
+        "dense_us",
+        "ratio",
+        "index_bytes_per_token",
+        "fill_s",
+    ),
     "memory": ("bytes", "seconds", "gb_per_s", "fallback_gb_per_s"),
 }
 """The fields of a row, by command. A row in which something did not run also says `why`."""
@@ -130,7 +143,7 @@ def notes(result: Result) -> list[str]:
     return [" ".join(said)] if said else []
 
 
-TEXTS = {"kernel", "store", "shape", "why"}
+TEXTS = {"kernel", "store", "shape", "retriever", "placement", "why"}
 HEADS = {
     "us": "µs",
     "dense_us": "dense µs",
@@ -148,6 +161,8 @@ HEADS = {
     "dense_ttft_s": "dense TTFT s",
     "gb_per_s": "GB/s",
     "fallback_gb_per_s": "cuMemHostAlloc GB/s",
+    "index_bytes_per_token": "index B/token",
+    "fill_s": "fill s",
 }
 
 
@@ -167,6 +182,8 @@ CELLS: dict[str, Callable[[Any], str]] = {
     "hit_rate": lambda share: f"{share:.2f}",
     "bandwidth_fraction": lambda share: f"{share:.2f}",
     "ratio": lambda ratio: f"{ratio:.2f}",
+    "captured": lambda is_captured: "yes" if is_captured else "no",
+    "fill_s": lambda seconds: f"{seconds:,.2f}",
     "ms": lambda ms: f"{ms:,.2f}",
     "dense_ms": lambda ms: f"{ms:,.2f}",
     "ttft_s": lambda seconds: f"{seconds:,.2f}",

@@ -33,14 +33,20 @@ def refuse(need: int, device: torch.device, what: str) -> None:
 
 
 def refuse_layers(
-    info: LayerInfo, pipeline: LayerPipeline, window: Window, tokens: int, layers: int, in_host: bool
+    info: LayerInfo,
+    pipeline: LayerPipeline,
+    window: Window,
+    tokens: int,
+    layers: int,
+    in_host: bool,
+    codes_in_host: bool = False,
 ) -> None:
     """Raise CapacityError where so many filled layers do not fit; one layer's prompt is on the device meanwhile.
 
-    in_host  the store is in host memory
+    in_host, codes_in_host  the store, the codes are in host memory
     """
     one = estimate_layer(info, pipeline, window, tokens, window.update)
-    host = layers * one.store if in_host else 0
+    host = layers * (one.store * in_host + one.codes * codes_in_host)
     device = one.prompt + layers * (one.rows + one.codes + one.store) - host
     what = f"{layers} layers of {info.batch} x {tokens} tokens"
     refuse(device, info.device, what)

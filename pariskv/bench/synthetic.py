@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from pariskv.bench.timing import Timer, layers_to_cycle
 from pariskv.binding import LayerPipeline, bind
+from pariskv.cache import window_of
 from pariskv.config import Config, parse_config
 from pariskv.decode import attend_layer
 from pariskv.layer import LayerState, Request
@@ -34,6 +37,26 @@ STORES: dict[str, tuple[str, dict[str, object]]] = {
 BISECTIONS = 12
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerSizes:
+    """The sizes of a layer: those of Llama-3-8B and Qwen3-8B."""
+
+    kv_heads: int = 8
+    group: int = 4
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+
+    def info(self, index: int, batch: int, device: torch.device) -> LayerInfo:
+        return LayerInfo(
+            index, batch, self.kv_heads, self.group, self.head_dim, self.dtype, device, self.head_dim**-0.5
+        )
+
+
+def layers_for(info: LayerInfo, tokens: int, timer: Timer) -> int:
+    """As many layers as it takes for what a step of pariskv reads of all their codes to exceed the L2."""
+    return layers_to_cycle(info.batch * info.kv_heads * tokens * info.head_dim // 8, timer.l2_bytes)
+
+
 def bench_config(store: str, top_k: int, candidates: str | int | float, **runtime: object) -> Config:
     """ParisKV in every layer over one of `STORES`, the window at its defaults."""
     name, options = STORES[store]
@@ -49,22 +72,26 @@ def bench_config(store: str, top_k: int, candidates: str | int | float, **runtim
 
 def bench_pipeline(config: Config, device: torch.device) -> tuple[LayerPipeline, Window]:
     """The bound stages of a layer on the device, and its window."""
-    w = config.window
     pipeline = bind(for_device(config, device), 1, Registry.load())[0]
-    return pipeline, Window(w.sink, w.local, w.update_interval, w.dense_below)
+    return pipeline, window_of(pipeline, config.window)
 
 
 def filled_layer(info: LayerInfo, pipeline: LayerPipeline, window: Window, tokens: int) -> LayerState:
     """A layer that has read `tokens` random tokens; layers of one index hold the same ones."""
-    request = Request(prompt_tokens=tokens, new_tokens=window.update, prefilling=True)
+    rotary = PlainRotary(info.head_dim, info.device)
+    request = Request(prompt_tokens=tokens, new_tokens=window.update, prefilling=True, rotary=rotary)
     layer = LayerState(info, pipeline, window, request)
     fill_layer(layer, tokens)
     return layer
 
 
 def fill_layer(layer: LayerState, tokens: int) -> None:
-    """Let an empty layer read random tokens as a prompt, and end the prefill."""
+    """Let an empty layer read random tokens as a prompt, and end the prefill.
+
+    The prompt's queries are zero; where a format learns from them, every query is its token's own key.
+    """
     info = layer.info
+    learns = any(encoder.needs & {"query_moment", "recent_queries"} for encoder in layer.pipeline.encoders)
     random = torch.Generator(info.device).manual_seed(info.index)
     chunk = max(1, CHUNK // info.batch)
     nothing = torch.zeros((), dtype=info.dtype, device=info.device)
@@ -73,9 +100,49 @@ def fill_layer(layer: LayerState, tokens: int) -> None:
         size = (2, info.batch, info.kv_heads, count, info.head_dim)
         keys, values = torch.randn(size, generator=random, dtype=info.dtype, device=info.device)
         layer.append(keys, values)
-        heads = nothing.expand(info.batch, info.kv_heads * info.group, count, info.head_dim)
-        layer.chunk_attended(heads, None)
+        queries = keys if learns else nothing.expand_as(keys)
+        heads = queries.unsqueeze(2).expand(-1, -1, info.group, -1, -1)
+        layer.chunk_attended(heads.flatten(1, 2), None)
     layer.end_prefill()
+
+
+class PlainRotary:
+    """A rotary embedding as Llama has it: coordinates d and d + D/2 turn by base^(-2d/D) per position."""
+
+    def __init__(self, head_dim: int, device: torch.device, base: float = 500_000.0):
+        self.frequencies = base ** -(torch.arange(0, head_dim, 2, device=device) / head_dim)
+
+    def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        return self._turned(keys, positions)
+
+    def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        return self._turned(keys, -positions)
+
+    def _turned(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys [R, h, n, D] turned by positions [R, n] steps."""
+        angles = positions[:, None, :, None] * self.frequencies
+        cosines, sines = angles.cos(), angles.sin()
+        first, second = keys.tensor_split(2, dim=-1)
+        turned = (first * cosines - second * sines, second * cosines + first * sines)
+        return torch.cat(turned, dim=-1).to(keys.dtype)
+
+
+class DecodeSteps:
+    """A decode step of each of several layers, run after run with other queries.
+
+    calls     one for each layer
+    sequence  [runs, L, B, H, G, D], the queries: `mix` of a run's are the last run's, the rest is noise
+    """
+
+    def __init__(self, layers: Sequence[LayerState], mix: float, runs: int):
+        queries = [query_sequence(layer.info, mix, runs, layer.info.index) for layer in layers]
+        self.sequence = torch.stack(queries, dim=1)
+        self._heads = self.sequence[0].clone()  # what captured calls read
+        self.calls = [partial(attend_layer, layer, heads) for layer, heads in zip(layers, self._heads, strict=True)]
+
+    def before(self, run: int) -> None:
+        """Put a run's queries where the calls read them."""
+        self._heads.copy_(self.sequence[run])
 
 
 def selected_indices(layer: LayerState, heads: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """How long GPU work takes: medians over replays of a CUDA graph that holds one call per layer.
 
+What cannot be captured is timed by the host's clock: `EagerTimer`.
+
 Replays follow each other without waiting for the host, so that launches cost nothing that a captured
 decode step would not pay, and the layers' data together exceed the L2, so that each is read from memory.
 """
@@ -13,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from pariskv.errors import ConfigError
+from pariskv.replay import Clock
 
 Call = Callable[[], object]
 CUDA: Any = torch.cuda  # its events and streams have no types
@@ -70,6 +73,32 @@ class GraphTimer:
         torch.cuda.synchronize(self.device)
         times = [float(start.elapsed_time(end)) for start, end in spans[self.warm_up :]]
         return median(times) / 1e3 / len(calls)
+
+
+class EagerTimer:
+    """The timer of what cannot be captured: each call by the host's clock, from an idle device to an idle device.
+
+    steps  runs of which the median is taken, after `warm_up` more that are not counted
+
+    Its `l2_bytes` are 0: one layer is enough, for such a call takes far longer than what it could find in the L2.
+    """
+
+    l2_bytes = 0
+
+    def __init__(self, device: torch.device, steps: int = 20, warm_up: int = 3):
+        self.device, self.warm_up = device, warm_up
+        self.runs = warm_up + steps
+
+    @torch.no_grad()
+    def seconds(self, calls: Sequence[Call], before: Callable[[int], object] | None = None) -> float:
+        clock = Clock(self.device)
+        for run in range(self.runs):
+            if before is not None:
+                before(run)
+            for call in calls:
+                with clock.running():
+                    call()
+        return median(clock.seconds[self.warm_up * len(calls) :])
 
 
 def require_cuda() -> None:

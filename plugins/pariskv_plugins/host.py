@@ -1,10 +1,11 @@
 """The store in host memory whose rows the CPU gathers: offloading for a device that does not read host memory itself.
 
-A step's indices come to the CPU, which copies the selected rows side by side and sends them as one block. So the host
-waits for the device at every fetch, and a step cannot be captured. `uva` does without either, where there is numba-cuda.
+A step's indices come to the CPU, which copies the selected rows side by side and sends them as one block. So the
+host waits for the device at every fetch, and a step cannot be captured. `uva` does without either, where there is
+numba-cuda.
 
-In memory a token's heads lie side by side, [capacity, B, H, 2, D]: a block of one row is one piece, which crosses the bus
-without another copy. `rows` is the view [B, H, capacity, 2, D] of it.
+In memory a token's heads lie side by side, [capacity, B, H, 2, D], so that a block of a single row crosses the bus in
+one piece; `rows` is the view [B, H, capacity, 2, D] of it.
 """
 
 from __future__ import annotations
@@ -120,9 +121,16 @@ def lock_pages(memory: Tensor, owner: object) -> weakref.finalize[..., Any]:
     """Let the device's copy engine reach the memory, until the result is called or the owner is gone.
 
     Not by `pin_memory=True`: torch rounds what it pins up to a power of two, and keeps it.
+    Raises CapacityError where the driver refuses.
     """
-    cudart: Any = torch.cuda.cudart()
-    torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    try:
+        torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    except RuntimeError as error:
+        raise CapacityError(
+            f"store host: {memory.nbytes / 1e9:.3f} GB of host memory cannot be page-locked ({error}); use a shorter "
+            f"context or a smaller batch"
+        ) from error
     unlock = weakref.finalize(owner, cudart.cudaHostUnregister, memory.data_ptr())
     unlock.atexit = False  # the process's end gives everything back
     return unlock

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,17 @@ import torch
 from pariskv_plugins.resident import ResidentStore
 from rich.console import Console
 
-from pariskv.bench import decode, dense, fetch, kernels, layer, memory, synthetic
+from pariskv import resolve
+from pariskv.bench import decode, dense, fetch, kernels, layer, memory, retrievers, room, synthetic, timing
+from pariskv.bench.cli import RETRIEVERS
 from pariskv.bench.manifest import git_revision, make_manifest
 from pariskv.bench.output import FIELDS, Result, as_markdown, as_table, make_row, read_json, write_json
 from pariskv.bench.plots import latency, plot, throughput
 from pariskv.bench.room import reason
-from pariskv.bench.timing import MOST_LAYERS, bus_bandwidth, copy_bandwidth, layers_to_cycle
+from pariskv.bench.timing import MOST_LAYERS, EagerTimer, bus_bandwidth, copy_bandwidth, layers_to_cycle
 from pariskv.bench.units import parse_bytes, parse_candidates, parse_count, parse_tokens, show_tokens
 from pariskv.cli import main
-from pariskv.errors import CapacityError, ConfigError
+from pariskv.errors import BindingError, CapacityError, ConfigError
 from pariskv.integrations.shapes import SHAPES
 from pariskv.types import LayerInfo
 
@@ -111,7 +114,7 @@ def test_a_folder_that_is_no_checkout_has_no_revision(tmp_path: Path) -> None:
 
 
 def test_rows_carry_exactly_the_fields_of_the_documentation() -> None:
-    assert set(FIELDS) == {"kernels", "layer", "decode", "memory"}
+    assert set(FIELDS) == {"kernels", "layer", "decode", "retrievers", "memory"}
     assert list(make_row("memory", bytes=8)) == ["bytes", "seconds", "gb_per_s", "fallback_gb_per_s"]
     assert make_row("memory", "no room", bytes=8) == {
         "bytes": 8, "seconds": None, "gb_per_s": None, "fallback_gb_per_s": None, "why": "no room",
@@ -221,6 +224,48 @@ def test_a_failure_for_want_of_memory_is_told_in_a_few_words() -> None:
     torch_says = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139 GiB\nand more"
     assert reason(torch.OutOfMemoryError(torch_says)) == "CUDA out of memory. Tried to allocate 2.00 GiB."
     assert reason(MemoryError()) == "MemoryError"
+
+
+def test_eager_calls_are_timed_apart_and_the_first_runs_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ticking:
+        """Says that the nth piece of work took n seconds."""
+
+        def __init__(self, device: torch.device):
+            self.seconds: list[float] = []
+
+        @contextmanager
+        def running(self) -> Iterator[None]:
+            yield
+            self.seconds.append(len(self.seconds))
+
+    monkeypatch.setattr(timing, "Clock", Ticking)
+    done: list[object] = []
+    timer = EagerTimer(CPU, steps=3, warm_up=2)
+    assert timer.seconds([lambda: done.append("a"), lambda: done.append("b")], done.append) == 6.5  # of 4 to 9
+    assert done == [one for run in range(5) for one in (run, "a", "b")]
+    assert layers_to_cycle(1, timer.l2_bytes) == 1
+
+
+# Synthetic layers
+
+
+def test_the_rotary_embedding_can_be_undone_and_keeps_distances() -> None:
+    rotary, keys = synthetic.PlainRotary(64, CPU), torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[0, 1, 7, 1000, 100_000], [3, 4, 10, 1003, 100_003]])
+    turned = rotary.rotate(keys, positions)
+    torch.testing.assert_close(rotary.unrotate(turned, positions), keys, rtol=0, atol=1e-5)  # float32
+    assert torch.equal(turned[0, :, 0], keys[0, :, 0])
+    same = rotary.rotate(keys[:1].expand(2, -1, -1, -1), positions)
+    products = same @ same.mT
+    torch.testing.assert_close(products[0, :, :4, :4], products[1, :, :4, :4], rtol=0, atol=1e-3)  # angles near 1000
+
+
+def test_a_fill_gives_queries_to_those_who_learn_from_them() -> None:
+    settings = retrievers.Settings(("snapkv",), (2500,), (1,), 16, "auto", **TINY)
+    one = synthetic.filled_layer(settings.info(0, 1, CPU), *settings.pipeline("snapkv", 2500, CPU), 2500)
+    kept = one.states["snapkv"]["kept"]
+    assert kept.shape == (1, 2, 16)
+    assert kept.max() > 100  # without votes it would be the first 16
 
 
 # Consecutive steps
@@ -348,6 +393,112 @@ def test_a_layer_that_does_not_fit_says_why_and_the_next_is_measured(monkeypatch
     assert first["why"] == "resident: needs 9 GB, 1 GB are free"
     assert (first["us"], first["ratio"], first["dense_us"]) == (None, None, 10.0)
     assert "why" not in second
+
+
+LINE_UP = tuple(RETRIEVERS.split(","))
+
+
+def test_every_method_has_a_row_with_what_was_captured_and_what_was_not() -> None:
+    settings = retrievers.Settings(LINE_UP, (2500,), (1,), 16, "auto", steps=2, **TINY)
+    timer, measured = Counting(), {}  # type: Counting, dict[str, Any]
+    rows = {row["retriever"]: row for row in retrievers.measure(settings, timer, measured)}
+    assert tuple(rows) == LINE_UP
+    assert len(rows) == settings.num_rows
+    assert [name for name, row in rows.items() if not row["captured"]] == ["pqcache", "magicpig"]
+    for row in rows.values():
+        assert tuple(row) == FIELDS["retrievers"]
+        assert (row["tokens"], row["batch"], row["top_k"], row["dense_us"]) == (2500, 1, 16, 10.0)
+        assert (row["us"] == 10.0) == row["captured"]
+        assert row["ratio"] == pytest.approx(row["us"] / 10.0)
+        assert row["fill_s"] > 0
+    # float32 and a head size of 64: what algorithms.md has for 128 in bf16, and MagicPIG's copy of keys and values
+    size = {name: row["index_bytes_per_token"] for name, row in rows.items()}
+    assert {name: size[name] for name in ("pariskv", "quest", "pqcache", "magicpig", "window")} == {
+        "pariskv": 56.0, "quest": 32.0, "pqcache": 2.0, "magicpig": 2 * 150 + 2 * 256 + 4.0, "window": 0.0,
+    }  # fmt: skip
+    assert [one["tokens"] for one in measured["dense"]] == [2500]
+
+
+def test_methods_are_placed_as_published_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "GPU_MODULES", ())
+    settings, device = retrievers.Settings(LINE_UP, (1 << 20,), (1,), 100, "auto"), torch.device("cuda")
+    found = {}
+    for name in LINE_UP:
+        pipeline, _ = settings.pipeline(name, 1 << 20, device)
+        method = retrievers.published(name, 1 << 20, 100)
+        found[name] = pipeline.graph_safe, retrievers.placement(method, pipeline, device)
+    assert found == {
+        "pariskv": (True, "index GPU, rows host (read by the GPU), attention GPU"),
+        "quest": (True, "index GPU, rows GPU, attention GPU"),
+        "pqcache": (False, "index GPU, rows host (gathered by the CPU), attention GPU"),
+        "retroinfer": (True, "index GPU, rows host (read by the GPU), attention GPU"),
+        "shadowkv": (True, "index, low-rank keys GPU, values host (read by the GPU), attention GPU"),
+        "magicpig": (False, "index, rows, attention CPU"),
+        "snapkv": (True, "index GPU, rows GPU, attention GPU"),
+        "window": (True, "no index, rows dropped, attention GPU"),
+    }
+
+
+def test_magicpig_has_tables_for_long_histories_and_leaves_in_whole_segments() -> None:
+    settings = retrievers.Settings(("magicpig",), (1 << 20,), (1,), 100, "auto")
+    pipeline, window = settings.pipeline("magicpig", 1 << 20, CPU)
+    assert (pipeline.block, window.update) == (8192, 8192)
+    assert settings.pipeline("magicpig", 1 << 16, CPU)[0].block == 1
+
+
+def test_heads_that_choose_apart_share_the_rows() -> None:
+    settings = retrievers.Settings(("quest",), (2500,), (1,), 32, "auto", **TINY)
+    pipeline, window = settings.pipeline("quest", 2500, CPU)
+    assert pipeline.slots(settings.group) == 32
+    one = synthetic.filled_layer(settings.info(0, 1, CPU), pipeline, window, 2500)
+    (heads,) = synthetic.query_sequence(one.info, 0.0, 1)
+    chosen = synthetic.selected_indices(one, heads)
+    assert 16 <= (chosen >= 0).sum(-1).min() <= (chosen >= 0).sum(-1).max() <= 32
+
+
+def test_a_method_that_does_not_fit_says_why_and_the_next_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = retrievers.filled_layer
+
+    def too_large(info: LayerInfo, pipeline: Any, *others: Any) -> object:
+        if pipeline.names["coarse_select"] == "pqcache":
+            raise CapacityError("needs 9 GB, 1 GB are free")
+        return fill(info, pipeline, *others)
+
+    monkeypatch.setattr(retrievers, "filled_layer", too_large)
+    settings = retrievers.Settings(("pqcache", "window"), (2500,), (1,), 16, "auto", **TINY)
+    first, second = retrievers.measure(settings, Counting(), {})
+    assert first["why"] == "pqcache: needs 9 GB, 1 GB are free"
+    assert (first["us"], first["ratio"], first["fill_s"], first["captured"]) == (None, None, None, False)
+    assert first["placement"] == "index CPU, rows CPU, attention CPU"
+    assert "why" not in second
+
+
+def test_a_history_that_is_attended_to_anyway_is_no_measurement() -> None:
+    settings = retrievers.Settings(("quest",), (300,), (1,), 16, "auto", **TINY)
+    (row,) = retrievers.measure(settings, Counting(), {})
+    assert row["why"] == "quest: 300 tokens are all attended to: too few to retrieve from"
+    assert row["us"] is None
+
+
+def test_what_cannot_be_bound_is_refused_before_anything_is_measured() -> None:
+    measured: dict[str, Any] = {}
+    settings = retrievers.Settings(("window", "uva"), (2500,), (1,), 16, "auto", **TINY)
+    with pytest.raises(BindingError, match="no retriever implements coarse_select"):
+        next(retrievers.measure(settings, Counting(), measured))
+    assert measured == {}
+
+
+def test_codes_in_host_memory_are_asked_of_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, device = retrievers.Settings((), (), (), 16, "auto"), torch.device("meta")
+    info, asked = settings.info(0, 1, device), {}  # type: LayerInfo, dict[str, int]
+    monkeypatch.setattr(room, "refuse", lambda need, device, what: asked.update({device.type: need}))
+    for name, is_hosted in (("quest", False), ("magicpig", True)):
+        pipeline, window = settings.pipeline(name, 1 << 16, CPU)
+        assert retrievers.are_codes_hosted(info, pipeline) == is_hosted
+        room.refuse_layers(info, pipeline, window, 1 << 16, 2, in_host=False, codes_in_host=is_hosted)
+        codes = 2 * room.estimate_layer(info, pipeline, window, 1 << 16, window.update).codes
+        assert asked["cpu"] == codes * is_hosted
+        assert asked["meta"] > 0
 
 
 def test_kernel_rows_name_each_kernel_and_count_what_it_moves() -> None:
@@ -523,7 +674,9 @@ def test_plot_writes_a_file_for_each_picture(tmp_path: Path, capsys: pytest.Capt
 # The commands
 
 
-@pytest.mark.parametrize("command", [["kernels"], ["layer"], ["decode", "--shape", "llama3-8b"], ["memory"]])
+@pytest.mark.parametrize(
+    "command", [["kernels"], ["layer"], ["decode", "--shape", "llama3-8b"], ["retrievers"], ["memory"]]
+)
 def test_without_a_gpu_a_benchmark_refuses_in_one_line(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -548,6 +701,7 @@ def test_without_a_gpu_a_benchmark_refuses_in_one_line(
         (["decode", "--shape", "gpt2"], "--shape: got 'gpt2', wanted one of llama3-8b, llama3.2-1b, qwen3-8b"),
         (["decode", "--shape", "llama3-8b", "--memory-cap", "lots"], "--memory-cap: got 'lots', wanted a size"),
         (["decode", "--shape", "llama3-8b", "--tokens", "100"], "--steps: got 256, wanted fewer than the 100 tokens"),
+        (["retrievers", "--retrievers", "pariskv,magic"], "--retrievers: got 'magic', wanted one of dense, evict"),
         (["memory", "--bytes", "many"], "--bytes: got 'many', wanted a size"),
         (["markdown", "none.json"], "none.json: cannot be read as JSON"),
         (["plot", "none.json"], "none.json: cannot be read as JSON"),
@@ -583,6 +737,7 @@ SMALL = ["--tokens", "8K", "--top-k", "64"]
         (["layer", *SMALL, "--batch", "1,2", "--replays", "3"], 6),
         (["decode", "--shape", "llama3.2-1b", *SMALL, "--steps", "8", "--no-compile"], 1),
         (["decode", "--shape", "llama3.2-1b", *SMALL, "--steps", "8", "--no-compile", "--no-graph", "--prefill"], 1),
+        (["retrievers", *SMALL, "--batch", "1,2", "--steps", "3"], 16),
         (["memory", "--bytes", "64MiB,256MiB"], 2),
     ],
 )

@@ -135,9 +135,7 @@ def check_by_scores(scores: Tensor, candidates: Tensor, width: int, device: torc
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # infinities, as NumPy tells of them
-@pytest.mark.parametrize(
-    ("C", "levels", "width"), [(1, 3, 1), (65, 1, 5), (65, 1000, 16), (300, 2, 100)]
-)
+@pytest.mark.parametrize(("C", "levels", "width"), [(1, 3, 1), (65, 1, 5), (65, 1000, 16), (300, 2, 100)])
 def test_the_best_scores_are_selected(C: int, levels: int, width: int, device: torch.device) -> None:
     scores, candidates = scores_and_candidates(C, levels)
     check_by_scores(scores[:, :1], candidates[:, :1], width, device, threads=32, levels=64)
