@@ -37,8 +37,8 @@ def main(model: str, steps: int, devices: tuple[str, str]) -> None:
     print(f"float32, {gpu} against {cpu}: pariskv {same(ours, on_cpu):.4f}, dense {same(on_gpu.dense(), dense):.4f}")
     half = Run(model, gpu, "bfloat16", steps)
     print(
-        f"bfloat16 against dense float32: pariskv {same(half.ours(), dense):.4f}, dense {same(half.dense(), dense):.4f}; "
-        f"pariskv float32 {same(on_cpu, dense):.4f}"
+        f"bfloat16 against dense float32: pariskv {same(half.ours(), dense):.4f}, dense {same(half.dense(), dense):.4f}"
+        f"; pariskv float32 {same(on_cpu, dense):.4f}"
     )
 
 
