@@ -1,4 +1,4 @@
-"""The command line: `pariskv run | plugins | config | model | bench`.
+"""The command line: `pariskv run | compare | plugins | config | model | bench`.
 
 What a user can mend is one line on standard error and exit code 2; Ctrl-C is exit code 130.
 """
@@ -25,6 +25,7 @@ from pariskv.config import Config, layer_range, load_config, to_yaml
 from pariskv.errors import ConfigError, ParisKVError
 
 if TYPE_CHECKING:
+    from pariskv.compare_output import Results
     from pariskv.needle import Needle
     from pariskv.session import Run, Session
 
@@ -161,6 +162,77 @@ def _show(ours: Run, dense: Run | None) -> None:
 
 
 @app.command()
+def compare(
+    context: typer.Context,
+    config: ConfigPath,
+    retrievers: Annotated[str, typer.Option(help="retrievers, or the CONFIG's instances of them, with commas")],
+    overrides: Overrides = None,
+    top_k: Annotated[str | None, typer.Option(help="rows fetched per key/value head and step, with commas")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="a text file; without one, the needle test")] = None,
+    steps: Annotated[int, typer.Option(help="tokens of dense attention's answer that are decoded")] = 32,
+    question: Annotated[
+        str,
+        typer.Option(
+            "--question", "--protocol", help="the prompt's last line: read densely (dense) or decoded (sparse)"
+        ),
+    ] = "dense",
+    plot: Annotated[Path | None, typer.Option(help="draw quality against --top-k, by default 32,64,128,256")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Retrievers side by side on one prompt, at the same budget, measured against dense attention."""
+    from pariskv.compare import Comparison, check_names, config_for, parse_settings
+    from pariskv.compare_output import Results, check_plot
+    from pariskv.registry import Registry
+    from pariskv.session import Session
+
+    settings = load_config(config, overrides or [])
+    wanted = parse_settings(retrievers, top_k, steps, question, settings, plotted=plot is not None)
+    check_names(settings, wanted.retrievers, Registry.load())
+    for name in wanted.retrievers:
+        _check_names(config_for(settings, name, wanted.budgets[0]))
+    if plot is not None:
+        check_plot(plot)
+    text = _prompt(None, prompt_file)
+    session, found, interrupted = Session.load(settings), Results(), False
+    comparison = Comparison(session.model, settings, wanted)
+    chat = "off" if text is None else settings.generation.chat
+    with _described_progress() as progress:
+        try:
+            for budget, row in comparison.rows(text or session.needle().prompt, chat, progress):
+                found.add(budget, row)
+        except KeyboardInterrupt:
+            interrupted = True
+    _show_comparison(found, context.params, settings, as_json, plot)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _show_comparison(
+    found: Results, arguments: dict[str, Any], config: Config, as_json: bool, plot: Path | None
+) -> None:
+    from pariskv.bench.manifest import make_manifest
+
+    if as_json:
+        plain = {key: str(value) if isinstance(value, Path) else value for key, value in arguments.items()}
+        print(json.dumps({"manifest": make_manifest("compare", plain, config), "rows": found.to_json()}))
+    else:
+        for table in found.tables():
+            _console(200).print(table)
+    if plot is not None:
+        found.draw(plot)
+
+
+@contextmanager
+def _described_progress() -> Iterator[Any]:
+    """A bar on standard error that says what it is about; gone in the end, none where nobody watches."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+@app.command()
 def plugins(as_json: AsJson = False) -> None:
     """List the retrievers that are installed, and what is wrong with the broken ones."""
     from pariskv.registry import Registry
@@ -208,10 +280,10 @@ def fetch(name: Annotated[str, typer.Argument(help="smollm2-135m")]) -> None:
     fetch_model(name, Console())
 
 
-def _console() -> Console:
+def _console(width: int = 160) -> Console:
     """Standard output, as wide as a table needs where it is not a terminal."""
     console = Console()
-    return console if console.is_terminal else Console(width=160)
+    return console if console.is_terminal else Console(width=width)
 
 
 def _say(text: str) -> None:
