@@ -47,6 +47,7 @@ class RetroInfer(Retriever):
     """A tripartite attention: exact zone, estimated zone, and the rest of the clusters, which is dropped."""
 
     graph_safe = True
+    combine = "sum_softmax"
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or Options()

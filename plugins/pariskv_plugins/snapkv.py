@@ -45,6 +45,7 @@ class SnapKV(Retriever):
     indexes = "prompt"
     needs = frozenset({"recent_queries"})
     graph_safe = True
+    combine = "sum_softmax"
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or Options()

@@ -26,6 +26,7 @@ class Window(Retriever):
     """Its selections have no slots: nothing is fetched, and attention ends with the ring."""
 
     graph_safe = True
+    combine = "none"
 
     @hookimpl
     def coarse_select(self, query: Query, codes: Codes, budget: Budget) -> Selection:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pariskv import ParisCache, cli, parse_config, replay
 from pariskv.cli import main
-from pariskv.compare import FIELDS, Comparison, Row, Settings, config_for
+from pariskv.compare import FIELDS, Comparison, Row, Settings, combine_of, config_for
 from pariskv.compare_output import Results
 from pariskv.decode import Batch, decode_step, prefill
 from pariskv.errors import CapacityError, ConfigError, PluginContractError
@@ -29,6 +29,7 @@ from pariskv.integrations.language_model import LanguageModel
 from pariskv.integrations.models import LoadedModel
 from pariskv.metrics import kl_divergence
 from pariskv.registry import BUILTIN_PLUGINS, Registry
+from pariskv.resolve import Retrievers
 from pariskv.types import Budget, Codes, LayerInfo, Partial, Prefill, Query, Selection, Tensors
 
 KEYS = [
@@ -295,6 +296,23 @@ def test_heads_that_choose_apart_share_the_budget(model: LanguageModel, name: st
     assert row.combine == "per_query_head"
     assert row.mass_ratio is not None
     assert row.mass_ratio < 1.0
+
+
+def test_every_retriever_that_is_built_in_says_how_a_group_chooses() -> None:
+    wanted = {
+        "pariskv": "mean_query",
+        "exact": "sum_softmax",
+        "dense": "none",
+        "window": "none",
+        "quest": "per_query_head",
+        "pqcache": "sum_softmax",
+        "magicpig": "per_query_head",
+        "retroinfer": "sum_softmax",
+        "shadowkv": "max_softmax",
+        "snapkv": "sum_softmax",
+    }
+    retrievers = Retrievers(parse_config({}), Registry.load(entry_points=False))
+    assert {name: combine_of(retrievers.get(name, "here")) for name in wanted} == wanted
 
 
 def test_a_named_instance_of_exact_ranks_as_it_is_told(model: LanguageModel) -> None:

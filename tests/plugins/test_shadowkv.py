@@ -280,6 +280,7 @@ def test_a_store_that_has_learnt_fetches_values_only_and_reads_exact_rows(monkey
 
     monkeypatch.setattr(store.keys, "fetch", refuse)
     problem.fetched(selection, store)
+    assert store.row_bytes == store.values.fetch(selection.indices)[0, 0, 0].nbytes
     for got, source in zip(store.read(0, 3, 150), (problem.keys, problem.values), strict=True):
         assert torch.equal(got, source[0, :, 3:150])
 

@@ -32,6 +32,7 @@ class ParisKV(Retriever):
     """Sign patterns propose, 4-bit codes decide. Training-free: nothing to fit, nothing goes stale."""
 
     graph_safe = True
+    combine = "mean_query"
 
     def __init__(self, options: Options | None = None) -> None:
         options = options or Options()

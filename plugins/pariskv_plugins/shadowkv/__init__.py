@@ -47,6 +47,7 @@ class Landmarks(Retriever):
     """Selects whole chunks by their landmarks, and the chunks that have outliers. A row's keys are its store's."""
 
     graph_safe = True
+    combine = "max_softmax"
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or Options()

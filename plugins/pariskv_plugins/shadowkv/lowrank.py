@@ -48,6 +48,11 @@ class ShadowStore(Store):
         self.rotary: Rotary | None = None
         self.learnt: set[int] = set()
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row that cross the bus when it is fetched: the value alone."""
+        return self.layer.head_dim * self.layer.dtype.itemsize
+
     def append(self, keys: Tensor, values: Tensor, rows: list[int]) -> None:
         """Add one block [R, H, n, D] of the given batch rows; of a row with a basis, its coefficients, too."""
         check_block("shadowkv", self, self.layer.kv_heads, self.layer.head_dim, keys, values, rows)
