@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pariskv.binding import LayerPipeline
 from pariskv.config import WindowConfig
-from pariskv.layer import HEADROOM, ChooseHistory, LayerState, Request, count_selected
+from pariskv.layer import LayerState, count_selected
 from pariskv.prompt import History
+from pariskv.request import HEADROOM, ChooseHistory, Request
 from pariskv.types import LayerInfo, Rotary
 from pariskv.window import Window
 

@@ -6,8 +6,7 @@ What changes per token lives here. A layer is either reading a prompt (`prompt` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -17,55 +16,10 @@ from pariskv.binding import Encoder, LayerPipeline
 from pariskv.errors import CapacityError, ModelError, ShapeError
 from pariskv.history import StreamedPrompt
 from pariskv.prompt import BufferedPrompt, History, Pair, Prompt, PromptView, QueryStatistics
-from pariskv.types import Budget, Codes, LayerInfo, Rotary, Store, Tensors
+from pariskv.request import HEADROOM, Request
+from pariskv.types import Budget, Codes, LayerInfo, Store, Tensors
 from pariskv.window import Window
 from pariskv.working import DeviceRows
-
-HEADROOM = 256
-"""Tokens that a request without a known end gets room for beyond its prompt."""
-
-
-ChooseHistory = Callable[[int, int, int], History]
-"""(batch rows, columns of the prompt with its history, new tokens) -> where its earlier chunks are meanwhile."""
-
-
-@dataclass
-class Request:
-    """What all layers of a request share.
-
-    prompt_tokens  columns that the prompt being read will have in the end, 0 where nobody knows
-    new_tokens     tokens that will be generated after it
-    prefilling     the loop says that a prompt is being read; without a loop it is inferred
-    rotary         the model's rotary embedding, None where it has none that can be undone
-    choose         decides where the earlier chunks of a prompt are while it is read; None: in a buffer
-    """
-
-    prompt_tokens: int = 0
-    new_tokens: int = HEADROOM
-    prefilling: bool = False
-    rotary: Rotary | None = None
-    choose: ChooseHistory | None = None
-    _chosen: tuple[int, History] | None = None
-    _slots: dict[tuple[int, int], tuple[int, Tensor]] = field(default_factory=dict)
-
-    def history(self, batch: int, columns: int) -> History:
-        """Where the earlier chunks of a prompt of `columns` columns are, decided once for all layers."""
-        if self.choose is None:
-            return "buffer"
-        if self._chosen is None or self._chosen[0] != columns:
-            self._chosen = columns, self.choose(batch, columns, self.new_tokens)
-        return self._chosen[1]
-
-    def next_slots(self, step: int, device: DeviceRows) -> Tensor:
-        """`DeviceRows.next_slots` [B], computed once a step for all layers of the same regions.
-
-        step  the model's columns, which tell one step from the next
-        """
-        regions = device.window.sink, device.ring
-        known = self._slots.get(regions)
-        if known is None or known[0] != step:
-            known = self._slots[regions] = step, device.next_slots()
-        return known[1]
 
 
 class LayerState:

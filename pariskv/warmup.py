@@ -9,7 +9,8 @@ import torch
 
 from pariskv.binding import LayerPipeline
 from pariskv.decode import attend_layer
-from pariskv.layer import LayerState, Request
+from pariskv.layer import LayerState
+from pariskv.request import Request
 from pariskv.types import LayerInfo
 from pariskv.window import Window
 

@@ -18,8 +18,9 @@ from pariskv.binding import LayerPipeline, bind
 from pariskv.cache import window_of
 from pariskv.config import Config, parse_config
 from pariskv.decode import attend_layer
-from pariskv.layer import LayerState, Request
+from pariskv.layer import LayerState
 from pariskv.registry import Registry
+from pariskv.request import Request
 from pariskv.resolve import for_device
 from pariskv.types import LayerInfo, Selected, Selection, Store
 from pariskv.window import Window

@@ -30,9 +30,10 @@ from pariskv.errors import ModelError
 from pariskv.integrations.compiled import is_running, layer_step
 from pariskv.integrations.geometry import Geometry, refuse_missing_rotary, supported_layers
 from pariskv.integrations.rotary import rotary_of
-from pariskv.layer import HEADROOM, LayerState
+from pariskv.layer import LayerState
 from pariskv.memory import Estimate, Planner
 from pariskv.registry import Registry
+from pariskv.request import HEADROOM
 from pariskv.resolve import for_device
 from pariskv.warmup import warm_up
 

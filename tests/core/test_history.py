@@ -24,10 +24,11 @@ from pariskv.config import parse_config
 from pariskv.decode import attend_layer
 from pariskv.errors import CapacityError, ConfigError, ModelError
 from pariskv.history import ReadAhead
-from pariskv.layer import LayerState, Request
+from pariskv.layer import LayerState
 from pariskv.memory import Estimate, Planner, estimate_layer, refuse_if_too_large
 from pariskv.prompt import History
 from pariskv.registry import Registry, Source
+from pariskv.request import Request
 from pariskv.types import TOKENS, Partial, Store, Tensors
 from pariskv.window import Window
 

@@ -18,9 +18,10 @@ from pariskv.binding import LayerPipeline, bind
 from pariskv.config import parse_config
 from pariskv.decode import attend_layer
 from pariskv.errors import ModelError
-from pariskv.layer import LayerState, Request
+from pariskv.layer import LayerState
 from pariskv.prompt import BufferedPrompt
 from pariskv.registry import Registry, Source
+from pariskv.request import Request
 from pariskv.types import TOKENS, Tensors
 from pariskv.warmup import warm_up
 from pariskv.window import Window

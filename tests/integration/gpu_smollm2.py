@@ -67,9 +67,8 @@ class Run:
     @torch.no_grad()
     def dense(self) -> Tensor:
         with self.session.model.dense() as cache:
-            lm = self.session.model
-            lm.model.set_attn_implementation("sdpa")
-            out = lm.model(input_ids=self.tokens, cache=cache, logits_to_keep=self.steps)
+            model = self.session.model.model
+            out = model(input_ids=self.tokens, cache=cache, logits_to_keep=self.steps)
         return torch.as_tensor(out.logits[0].argmax(dim=-1)).cpu()
 
 

@@ -15,9 +15,10 @@ from pariskv.attention import partial_attention
 from pariskv.binding import bind
 from pariskv.decode import Batch, prefill
 from pariskv.history import ReadAhead
-from pariskv.layer import LayerState, Request
+from pariskv.layer import LayerState
 from pariskv.prompt import History
 from pariskv.registry import Registry
+from pariskv.request import Request
 from pariskv.types import Partial
 from pariskv.window import Window
 
