@@ -105,12 +105,17 @@ class Exact(Retriever):
 def choose_per_head(candidates: Selection, scores: Tensor, width: int, count: Tensor | None = None) -> Selection:
     """The best candidates of each query head by scores [B, H, G, C], as their union of G x width slots.
 
-    The bias is that of the candidates (0 without one) where a head chose the token, else -inf.
+    The bias is that of the candidates (0 without one) where a head chose the token, else -inf. A candidate whose
+    bias is -inf for a head is none of that head's. Of no candidates there is no choice: they come back as they are.
     """
     indices, group = candidates.indices, scores.shape[2]
     num_candidates = indices.shape[-1]
+    if not num_candidates:
+        return candidates
     places = torch.arange(num_candidates, dtype=torch.int32, device=indices.device)
     places = torch.where(indices >= 0, places, -1).repeat_interleave(group, dim=1)  # [B, H * G, C]
+    if candidates.bias is not None:
+        places = places.masked_fill(candidates.bias.flatten(1, 2) == -torch.inf, -1)
     chosen = select_by_scores(scores.flatten(1, 2), places, width, count)
     taken = torch.zeros(*places.shape[:2], num_candidates + 1, dtype=torch.bool, device=indices.device)
     taken.scatter_(-1, torch.where(chosen < 0, num_candidates, chosen).long(), True)

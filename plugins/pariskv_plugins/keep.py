@@ -14,9 +14,11 @@ from pariskv.types import Selection
 def keep_best(selection: Selection, scores: Tensor, top_k: int) -> Selection:
     """The `top_k` candidates with the best scores [B, H, C], with their bias; the rest is -1.
 
-    What else the selection carries, extra rows or a partial attention, stays.
+    What else the selection carries, extra rows or a partial attention, stays. One without a slot stays as it is.
     """
     indices, bias = selection.indices, selection.bias
+    if not indices.shape[-1]:
+        return selection
     if bias is None:
         return replace(selection, indices=select_by_scores(scores, indices, top_k))
     places = torch.arange(indices.shape[-1], dtype=torch.int32, device=indices.device)

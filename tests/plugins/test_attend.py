@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pariskv.attention import attend
 from pariskv.registry import Registry
-from pariskv.testing import check_retriever
 from pariskv.testing.stores import working_set
 from pariskv.types import Partial, Query, Rows, Selected, WorkingSet
 
@@ -112,11 +111,6 @@ def test_half_precision_gives_the_heads_dtype_near_float32(dtype: torch.dtype) -
     # Every part is rounded before it is merged, then the sum: two roundings.
     torch.testing.assert_close(out.float(), wanted, rtol=0, atol=4 * torch.finfo(dtype).eps)
     torch.testing.assert_close(lse, wanted_lse)
-
-
-def test_the_contract_is_kept() -> None:
-    check_retriever(NumbaAttend())
-    check_retriever(NumbaAttend(), dtype=torch.bfloat16)
 
 
 def test_it_is_built_in_under_its_name() -> None:

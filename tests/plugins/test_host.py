@@ -35,9 +35,8 @@ def store_of(capacity: int, layer: LayerInfo = LAYER) -> HostStore:
     return cast(HostStore, Host().allocate_store(layer, capacity))
 
 
-@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (80, torch.bfloat16), (256, torch.float16)])
-def test_it_keeps_the_contract(dim: int, dtype: torch.dtype) -> None:
-    check_retriever(Host(), head_dim=dim, dtype=dtype)
+def test_it_keeps_the_contract_with_wide_heads_in_float16() -> None:
+    check_retriever(Host(), head_dim=256, dtype=torch.float16)
 
 
 @needs_gpu

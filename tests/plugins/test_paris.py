@@ -46,12 +46,9 @@ def recall(found: Selection, best: Tensor) -> float:
 
 
 @pytest.mark.parametrize("m", [4, 8])
-@pytest.mark.parametrize(
-    ("dim", "group", "dtype"), [(64, 3, torch.float32), (80, 1, torch.bfloat16), (256, 8, torch.float16)]
-)
-def test_it_keeps_the_contract(m: int, dim: int, group: int, dtype: torch.dtype) -> None:
-    # The mean query of three heads that have nothing in common finds less than each head's own would.
-    check_retriever(ParisKV(Options(m)), head_dim=dim, group=group, dtype=dtype, recall_floor=0.3)
+def test_it_keeps_the_contract_with_wide_heads_in_float16(m: int) -> None:
+    # The mean query of eight heads that have nothing in common finds less than each head's own would.
+    check_retriever(ParisKV(Options(m)), head_dim=256, group=8, dtype=torch.float16, recall_floor=0.3)
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 63, 65), (0, 5)])

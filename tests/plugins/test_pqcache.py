@@ -266,14 +266,6 @@ def test_it_finds_what_is_hidden_among_clustered_keys(options: dict[str, Any], f
 # The contract
 
 
-@pytest.mark.parametrize("lengths", [(90,), (150, 16, 0)], ids=["batch 1", "ragged 3"])
-@pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_keeps_the_contract(dtype: torch.dtype, dim: int, group: int, lengths: tuple[int, ...]) -> None:
-    check_retriever(PQCache(), dtype=dtype, head_dim=dim, group=group, lengths=lengths, top_k=20)
-
-
 @pytest.mark.parametrize("combine", NAMES)
 @pytest.mark.parametrize(("subvectors", "bits"), [(1, 1), (4, 8)])
 def test_it_keeps_the_contract_with_every_option(combine: str, subvectors: int, bits: int) -> None:

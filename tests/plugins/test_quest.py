@@ -176,17 +176,6 @@ def test_rows_of_a_ragged_batch_choose_what_they_choose_alone() -> None:
 # The contract
 
 
-@pytest.mark.parametrize("lengths", [(96,), (160, 16, 0)], ids=["batch 1", "ragged 3"])
-@pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_keeps_the_contract(dtype: torch.dtype, dim: int, group: int, lengths: tuple[int, ...]) -> None:
-    for combine in (PER_HEAD, "max_logit"):
-        check_retriever(
-            Quest(Options(combine=combine)), dtype=dtype, head_dim=dim, group=group, lengths=lengths, top_k=20
-        )
-
-
 @pytest.mark.parametrize("combine", NAMES)
 @pytest.mark.parametrize("page_size", [1, 3, 64])
 def test_it_keeps_the_contract_with_every_option(combine: str, page_size: int) -> None:

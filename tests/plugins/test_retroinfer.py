@@ -110,15 +110,6 @@ def tokens_of(selection: Selection, row: int, head: int) -> list[int]:
     return [token for token in selection.indices[row, head].tolist() if token >= 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", [(256,), (256, 64, 0)])
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("group", [1, 3, 8])
-def test_it_keeps_the_contract(dtype: torch.dtype, lengths: tuple[int, ...], dim: int, group: int) -> None:
-    retriever = RetroInfer(Options(segment=SEGMENT))
-    check_retriever(retriever, head_dim=dim, group=group, lengths=lengths, dtype=dtype, recall_floor=0.3)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"segment": 16, "cluster": 16}, {"segment": 24, "cluster": 8, "iterations": 0}]
 )

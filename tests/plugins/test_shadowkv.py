@@ -152,16 +152,6 @@ def tokens_of(selection: Selection, row: int, head: int) -> list[int]:
     return [token for token in selection.indices[row, head].tolist() if token >= 0]
 
 
-@pytest.mark.parametrize("keys", ["low_rank", "store"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", [(256,), (256, 64, 0)])
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("group", [1, 3, 8])
-def test_it_keeps_the_contract(keys: str, dtype: torch.dtype, lengths: tuple[int, ...], dim: int, group: int) -> None:
-    retriever = make(Options(keys=keys))
-    check_retriever(retriever, head_dim=dim, group=group, lengths=lengths, dtype=dtype, recall_floor=0.1)
-
-
 @pytest.mark.parametrize("options", [Options(chunk=1), Options(chunk=12, outliers=0, rank=3), Options(generated=True)])
 def test_it_keeps_the_contract_with_other_options(options: Options) -> None:
     check_retriever(make(options), kv_heads=1, lengths=(300, 1), top_k=200)

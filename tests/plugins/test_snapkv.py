@@ -183,13 +183,9 @@ def test_pariskv_reranks_what_is_kept() -> None:
 # The contract
 
 
-@pytest.mark.parametrize("lengths", [(90,), (150, 16, 0)], ids=["batch 1", "ragged 3"])
-@pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("dim", [64, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_keeps_the_contract(dtype: torch.dtype, dim: int, group: int, lengths: tuple[int, ...]) -> None:
-    for options in (Options(), Options(keep=10, pooling="mean")):
-        check_retriever(SnapKV(options), dtype=dtype, head_dim=dim, group=group, lengths=lengths, top_k=20)
+def test_it_keeps_the_contract_with_fewer_positions_than_a_step_takes(dtype: torch.dtype) -> None:
+    check_retriever(SnapKV(Options(keep=10, pooling="mean")), dtype=dtype, lengths=(150, 16, 0), top_k=20)
 
 
 def test_votes_of_the_steps_own_query_without_pooling_are_the_oracle() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
-from conftest_cuda import ON_GPU, needs_gpu
+from conftest_cuda import needs_gpu
 from pariskv_kernels import memory
 from pariskv_kernels.driver import DriverError
 from pariskv_kernels.memory import HostBuffer
@@ -19,80 +18,15 @@ from torch import Tensor
 
 from pariskv import parse_config
 from pariskv.errors import BindingError, CapacityError, ConfigError, ShapeError
-from pariskv.hookspecs import hookimpl
 from pariskv.registry import Registry
 from pariskv.testing import check_retriever
 from pariskv.types import LayerInfo, Selected, Selection, Store
+from tests.plugins.uva_of_a_cpu import CopyingDriver, StraightLane, UvaOfACpu
 
 LAYER = LayerInfo(3, 2, 3, 2, 64, torch.float32, torch.device("cpu"), 0.125)
 REUSE = Options(reuse=True)
 
-
-class CopyingDriver:
-    """Memory of the process, and copies that are done at once; counts the copies."""
-
-    same_addresses = True
-
-    def __init__(self) -> None:
-        self.copies = 0
-
-    def register(self, address: int, nbytes: int) -> None: ...
-
-    def unregister(self, address: int) -> None: ...
-
-    def allocate(self, nbytes: int) -> int:
-        raise DriverError("allocate: not here")
-
-    def free(self, address: int) -> None: ...
-
-    def device_address(self, address: int) -> int:
-        return address
-
-    def synchronize(self) -> None: ...
-
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        self.copies += 1
-        target.copy_(source)
-
-
-class BufferOfACpu(HostBuffer):
-    """What the device would see is the host's tensor."""
-
-    device = HostBuffer.cpu
-
-
-class StraightLane:
-    """Nothing runs beside anything; notes when the store settled."""
-
-    def __init__(self) -> None:
-        self.pending, self.settled = False, 0
-
-    def copies(self, *sources: Tensor) -> AbstractContextManager[None]:
-        self.pending = True
-        return nullcontext()
-
-    def settle(self) -> None:
-        self.settled += self.pending
-        self.pending = False
-
-
-class UvaOfACpu(Uva):
-    """`uva` whose device is the CPU."""
-
-    @hookimpl
-    def allocate_store(self, layer: LayerInfo, capacity: int) -> Store:
-        size = token_bytes(layer)
-        buffer = BufferOfACpu(capacity * size, layer.device, unit=size, headroom=8, driver=CopyingDriver())
-        return UvaStore(layer, capacity, buffer, StraightLane(), self.options)
-
-
-@pytest.fixture(autouse=True)
-def huge_pages(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may be off where these tests run; nothing here depends on their being there."""
-    if not ON_GPU:
-        switch = tmp_path_factory.mktemp("sys") / "enabled"
-        switch.write_text("[madvise]")
-        monkeypatch.setattr(memory, "HUGE_PAGES", switch)
+pytestmark = pytest.mark.usefixtures("huge_pages")
 
 
 def store_of(retriever: Uva, layer: LayerInfo = LAYER, capacity: int = 10) -> UvaStore:
@@ -112,9 +46,9 @@ def filled(layer: LayerInfo, retriever: Uva, tokens: int, seed: int = 0) -> UvaS
     return store
 
 
-@pytest.mark.parametrize("options", [Options(), REUSE, Options(sort=True), Options(reuse=True, sort=True)])
+@pytest.mark.parametrize("options", [REUSE, Options(sort=True), Options(reuse=True, sort=True)])
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (80, torch.bfloat16), (256, torch.float16)])
-def test_it_keeps_the_contract(dim: int, dtype: torch.dtype, options: Options) -> None:
+def test_it_keeps_the_contract_with_every_option(dim: int, dtype: torch.dtype, options: Options) -> None:
     check_retriever(UvaOfACpu(options), head_dim=dim, dtype=dtype)
 
 

@@ -31,15 +31,6 @@ def evicting(config: Config) -> Config:
 # The contract
 
 
-@pytest.mark.parametrize("lengths", [(90,), (150, 16, 0)], ids=["batch 1", "ragged 3"])
-@pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_keep_the_contract(dtype: torch.dtype, dim: int, group: int, lengths: tuple[int, ...]) -> None:
-    for retriever in (Window(), Evict()):
-        check_retriever(retriever, dtype=dtype, head_dim=dim, group=group, lengths=lengths, top_k=20)
-
-
 def step(window: Window, store: Store, fetch: Any) -> Selected:
     layer = layer_of(2, 3, 2, 64)
     query, codes = Query(torch.zeros(2, 3, 2, 64), None, 1.0), Codes.empty(layer, 16)
