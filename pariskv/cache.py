@@ -16,6 +16,9 @@ from pariskv.request import HEADROOM, ChooseHistory, Request
 from pariskv.types import LayerInfo, Rotary
 from pariskv.window import Window
 
+LAYERS_PER_STEP = 2
+"""Layers that move what is due in the same step: so few that the host is done before the device is."""
+
 
 class RequestState:
     """The layers of one request, created as the model first reaches them.
@@ -40,7 +43,8 @@ class RequestState:
         """The state of layer `info.index`, made at its first call."""
         if info.index not in self.layers:
             pipeline = self.pipelines[info.index]
-            self.layers[info.index] = LayerState(info, pipeline, window_of(pipeline, self._window), self.request)
+            window = window_of(pipeline, self._window, info.index)
+            self.layers[info.index] = LayerState(info, pipeline, window, self.request)
         return self.layers[info.index]
 
     # The phases, told by the loop; under `generate()` each layer infers them
@@ -128,10 +132,15 @@ class RequestState:
         return sum(layer.code_bytes for layer in self.layers.values())
 
 
-def window_of(pipeline: LayerPipeline, window: WindowConfig) -> Window:
-    """A layer's window: U is a multiple of the block of every format that it reads."""
+def window_of(pipeline: LayerPipeline, window: WindowConfig, layer: int) -> Window:
+    """The window of a layer: U is a multiple of the block of every format that it reads.
+
+    Of every LAYERS_PER_STEP layers the local window is a token longer than of those before. So they move what is
+    due one step later, and no step has the update of all layers in it.
+    """
     update = math.lcm(window.update_interval, pipeline.block)
-    return Window(window.sink, window.local, update, window.dense_below)
+    lag = layer // LAYERS_PER_STEP % update
+    return Window(window.sink, window.local + lag, update, window.dense_below)
 
 
 def dense_bytes(layer: LayerState) -> int:

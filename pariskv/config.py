@@ -78,7 +78,7 @@ DEFAULT_LAYER = LayerConfig(retriever="pariskv", candidates="auto", top_k=512)
 @dataclass(frozen=True)
 class WindowConfig:
     sink: int = field(default=64, metadata={"help": "first tokens, always attended"})
-    local: int = field(default=256, metadata={"help": "most recent tokens, always attended"})
+    local: int = field(default=256, metadata={"help": "most recent tokens, always attended; more in deeper layers"})
     update_interval: int = field(default=256, metadata={"help": "tokens that leave for the retrieval zone at a time"})
     dense_below: int = field(default=2000, metadata={"help": "rows with fewer tokens attend to all of them"})
 

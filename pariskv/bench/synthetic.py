@@ -74,7 +74,7 @@ def bench_config(store: str, top_k: int, candidates: str | int | float, **runtim
 def bench_pipeline(config: Config, device: torch.device) -> tuple[LayerPipeline, Window]:
     """The bound stages of a layer on the device, and its window."""
     pipeline = bind(for_device(config, device), 1, Registry.load())[0]
-    return pipeline, window_of(pipeline, config.window)
+    return pipeline, window_of(pipeline, config.window, 0)
 
 
 def filled_layer(info: LayerInfo, pipeline: LayerPipeline, window: Window, tokens: int) -> LayerState:

@@ -63,7 +63,7 @@ class ParisCache(Cache):
         rotary = rotary_of(model)
         refuse_missing_rotary(pipelines.values(), rotary is not None, model)
         self.geometry = geometry = Geometry(model, text_config)
-        windows = {index: window_of(pipeline, config.window) for index, pipeline in pipelines.items()}
+        windows = {index: window_of(pipeline, config.window, index) for index, pipeline in pipelines.items()}
         self.planner = Planner(config.prefill.history, geometry.expected_info, pipelines, windows, model.device)
         self.request = RequestState(pipelines, config.window, rotary, self.planner.history)
         super().__init__(
