@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-MARKER = re.compile(r"<!-- generated: ([a-z -]+?) -->")
+MARKER = re.compile(r"<!-- generated: ([a-z0-9 -]+?) -->")
 DIAGRAM = re.compile(r'<img alt="([^"]*)" src="[^"]*img/([\w-]+\.svg)"\s*/?>')
 
 # The checkout's own code is documented, whether or not it is installed.
@@ -172,7 +172,7 @@ def changelog() -> str:
     return (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-MEASURED = ("kernels", "layer", "layer-few-candidates", "decode", "memory", "retrievers")
+MEASURED = sorted(file.stem for file in (ROOT / "docs" / "benchmarks").glob("*.json"))
 """Files of docs/benchmarks."""
 
 
@@ -180,8 +180,7 @@ def measured(name: str) -> str:
     """The table of what `pariskv bench COMMAND --json` wrote."""
     from pariskv.bench.output import as_markdown, read_json
 
-    file = ROOT / "docs" / "benchmarks" / f"{name}.json"
-    return as_markdown(read_json(file)) if file.exists() else "Not measured yet."
+    return as_markdown(read_json(ROOT / "docs" / "benchmarks" / f"{name}.json"))
 
 
 PARTS: dict[str, Callable[[], str]] = {

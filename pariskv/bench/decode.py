@@ -119,6 +119,7 @@ def measure(settings: Settings, timer: Timer, measured: dict[str, Any]) -> Itera
             case = _Case(settings, model, timer, tokens, batch)
             dense = case.dense(measured)
             for store in settings.stores:
+                release(timer.device)  # while an error was being handled, what had failed was still held
                 ours = case.paris(store)
                 if ours.history is not None:
                     found = {"tokens": tokens, "batch": batch, "store": store, "history": ours.history}

@@ -729,6 +729,7 @@ SMALL = ["--tokens", "8K", "--top-k", "64"]
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of what transformers imports with a model
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 @pytest.mark.parametrize(
     ("command", "count"),
