@@ -36,6 +36,7 @@ from pariskv.types import (
 
 AllocateCodes = Callable[[LayerInfo, int], Codes]
 Fit = Callable[[LayerInfo, Prefill], Tensors]
+IsStale = Callable[[Tensor, Tensors, list[int]], list[bool]]
 Encode = Callable[[Tensor, Tensor, Tensors], Tensors]
 EncodeQuery = Callable[[Tensor, Tensors], Tensors]
 CoarseSelect = Callable[[Query, Codes, Budget], Selection]
@@ -61,6 +62,7 @@ class Encoder:
     allocate_codes: AllocateCodes
     encode: Encode
     fit: Fit | None = None
+    is_stale: IsStale | None = None
     encode_query: EncodeQuery | None = None
 
 

@@ -5,7 +5,7 @@ module registers. The core chooses implementations by NAME from the YAML and bin
 per layer, to plain functions; no hook is called through pluggy per token.
 
     register_retrievers     a plugin module names its retrievers
-    allocate_codes, encode  a format: empty codes, and codes of a block     (fit, encode_query: optional)
+    allocate_codes, encode  a format: empty codes, and codes of a block     (fit, is_stale, encode_query: optional)
     coarse_select, rerank   queries and codes to token positions
     allocate_store, fetch, update   where keys and values live
     attend                  one softmax over sink, ring and selected rows     (append: optional)
@@ -95,7 +95,20 @@ class StageSpec:
 
     @hookspec(firstresult=True)
     def fit(self, layer: LayerInfo, prefill: Prefill) -> Tensors:
-        """Optional: what the format learns from the prompt, each tensor [B, ...]; frozen afterwards."""
+        """Optional: what the format learns from the zone, each tensor [B, ...]; frozen until `is_stale` says otherwise.
+
+        Called when the prefill ends, or when a row first has a zone, for the rows that have not learnt anything yet.
+        """
+        raise NotImplementedError
+
+    @hookspec(firstresult=True)
+    def is_stale(self, keys: Tensor, state: Tensors, since: list[int]) -> list[bool]:
+        """Optional, of a format with `fit`: whose state no longer suits what is generated, a bool for each of R rows.
+
+        Asked between two steps when a block [R, H, n, D] of keys has left for the zone. `state` holds those rows of
+        what `fit` returned, `since` how many tokens have left since. The rows that it names are fitted again, and
+        their whole zone is encoded anew from the store, before the next step.
+        """
         raise NotImplementedError
 
     @hookspec(firstresult=True)

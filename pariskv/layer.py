@@ -40,6 +40,7 @@ class LayerState:
         self._in_step = self._is_counted = False
         self.zone_length = torch.zeros(info.batch, dtype=torch.int32, device=info.device)
         self.budget = Budget(0, torch.zeros_like(self.zone_length))
+        self.refits = 0  # rows that a format was fitted to again
         self.steps = 0
         self.steady = 0  # sink and ring tokens attended to, summed over steps and rows
         # How often each slot held a selected row; see `count_selected`. Nobody sums it before `attended` is asked for.
@@ -52,7 +53,8 @@ class LayerState:
         self.store: Store | None = None
         self.codes: dict[str, Codes] = {}
         self.states: dict[str, dict[str, Tensor]] = {}
-        self._fitted: dict[str, set[int]] = {encoder.name: set() for encoder in pipeline.encoders}
+        # Of each format, the rows that it has been fitted to, and how many tokens their zones had then.
+        self._fitted: dict[str, dict[int, int]] = {encoder.name: {} for encoder in pipeline.encoders}
         self._queries: QueryStatistics | None = None
         self._no_codes = Codes({}, {}, self.zone_length, 0)
 
@@ -245,6 +247,9 @@ class LayerState:
         self.pipeline.update(keys, values, self.store, rows)
         for row in rows:
             self.zones[row] += tokens
+        if self.decoding:
+            for encoder in self.pipeline.encoders:
+                self._forget_stale(encoder, rows, keys)
 
     def _read(self, row: int, start: int, tokens: int) -> tuple[Tensor, Tensor]:
         if self.prompt is not None:
@@ -261,22 +266,38 @@ class LayerState:
             error.add_note(f"what encode of retriever {encoder.name!r} returned, layer {self.info.index}")
             raise
 
+    def _forget_stale(self, encoder: Encoder, rows: list[int], keys: Tensor) -> None:
+        """Take those rows as not fitted whose state no longer suits the keys [R, H, n, D] that have just moved."""
+        fitted = self._fitted[encoder.name]
+        moved = [i for i, row in enumerate(rows) if row in fitted]
+        if encoder.is_stale is None or not moved:
+            return
+        asked = [rows[i] for i in moved]
+        state = {name: tensor[asked] for name, tensor in self.states[encoder.name].items()}
+        since = [self.zones[row] - fitted[row] for row in asked]
+        stale = encoder.is_stale(keys if len(moved) == len(rows) else keys[moved], state, since)
+        for row, is_stale in zip(asked, stale, strict=True):
+            if is_stale:
+                del fitted[row]
+                self.codes[encoder.name].forget_sums(row)
+                self.refits += 1
+
     def _fit_and_encode(self) -> None:
-        """Fit the formats that learn from the prompt, once per row, and encode what waited for it."""
+        """Fit the formats that learn from the zone to the rows that are new to them, and encode these rows."""
         for encoder in self.pipeline.encoders:
             fitted = self._fitted[encoder.name]
             rows = [row for row, zone in enumerate(self.zones) if zone and row not in fitted]
             if encoder.fit is None or not rows:
                 continue
             assert self.store is not None
-            view = PromptView(self.info, self.window, self.store, self._queries, encoder.needs, self.request.rotary)
+            view = PromptView(self.info, self.window, self.store, self._queries, encoder.needs, self.request.rotary, rows)
             self._keep_state(encoder.name, encoder.fit(self.info, view), rows)
-            fitted.update(rows)
+            fitted.update((row, self.zones[row]) for row in rows)
             for row in rows:
                 self._encode_from_store(encoder, row, view)
 
     def _keep_state(self, name: str, new: Tensors, rows: list[int]) -> None:
-        """A row's fitted state is frozen: only the given rows are taken over."""
+        """Only the given rows are taken over, in place: a captured step reads them where they are."""
         state = self.states.setdefault(name, {key: torch.zeros_like(tensor) for key, tensor in new.items()})
         for key, tensor in new.items():
             state[key][rows] = tensor[rows]

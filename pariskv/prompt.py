@@ -8,7 +8,7 @@ BufferedPrompt   everything so far stays in a buffer on the device until the pre
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -225,7 +225,7 @@ class ZoneRotary:
 
 
 class PromptView(Prefill):
-    """One layer's prompt as `fit` sees it, read from the store."""
+    """One layer's zone as `fit` sees it, read from the store; only the given rows have one."""
 
     def __init__(
         self,
@@ -235,8 +235,9 @@ class PromptView(Prefill):
         queries: QueryStatistics | None,
         needs: frozenset[str],
         rotary: Rotary | None,
+        rows: Collection[int],
     ):
-        self.lengths = list(store.length)
+        self.lengths = [length if row in rows else 0 for row, length in enumerate(store.length)]
         self.query_moment = queries.query_moment() if queries and "query_moment" in needs else None
         self.recent_queries = queries.recent if queries and "recent_queries" in needs else None
         self.rotary = ZoneRotary(rotary, window.sink) if rotary and "pre_rope" in needs else None

@@ -22,7 +22,7 @@ STAGES: dict[str, tuple[str, ...]] = {
 }
 """Every stage of the contract, in its order, with the names of its arguments."""
 
-FORMAT_STAGES = ("allocate_codes", "fit", "encode", "encode_query")
+FORMAT_STAGES = ("allocate_codes", "fit", "is_stale", "encode", "encode_query")
 """The stages that belong to the codes that a retriever makes."""
 
 
@@ -113,6 +113,8 @@ def traits_of(retriever: object, stages: dict[str, Stage], where: str) -> Traits
     if made and not {"encode", "allocate_codes"} <= set(made):
         missing = next(stage for stage in ("encode", "allocate_codes") if stage not in stages)
         raise PluginContractError(f"{where}: implements {made[0]} without {missing}; a format needs both")
+    if "is_stale" in made and "fit" not in made:
+        raise PluginContractError(f"{where}: implements is_stale without fit; there is no state that could be stale")
     if made and traits.format is None:
         raise PluginContractError(f"{where}: implements encode, but its `format` is None; name the format")
     return traits

@@ -137,6 +137,12 @@ class Codes:
                 entries = new.shape[field.token_axis]
                 whole[row].narrow(axis, start // field.tokens_per_entry, entries).copy_(new[source])
 
+    def forget_sums(self, row: int) -> None:
+        """Set the summed fields of a row to zero, before its tokens are encoded anew."""
+        for name, field in self.spec.items():
+            if field.reduce == "sum":
+                self.fields[name][row] = 0
+
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` tokens a row, keeping what is there."""
         for name, field in self.spec.items():
@@ -190,13 +196,14 @@ class Rotary(Protocol):
 
 
 class Prefill(ABC):
-    """The prompt as `fit` sees it: called once per layer and format when the prefill ends.
+    """The zone as `fit` sees it, once per layer and format when the prefill ends; again where a format `is_stale`.
 
-    What a format does not name in `needs` is None. Sums are taken in float64 over zone-aligned
+    Its blocks are those of the zone as it now is, the queries always those of the prompt. What a format does not
+    name in `needs` is None. Sums are taken in float64 over zone-aligned
     blocks of each row, so they do not depend on how the prefill was chunked.
     """
 
-    lengths: list[int]  # zone tokens of each row
+    lengths: list[int]  # zone tokens of each row that is to be fitted, 0 of the others
     query_moment: Tensor | None  # [B, H, D, D] float64, the sum of q q^T over the row's tokens and the group
     recent_queries: Tensor | None  # [B, H, G, RECENT_QUERIES, D], zeros in front where the row is shorter
     rotary: Rotary | None  # by zone-relative positions; needs "pre_rope"

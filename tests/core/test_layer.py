@@ -60,6 +60,20 @@ class Learner(Retriever):
         return {"keys": keys - state["mean"], "total": keys.sum(2)}
 
 
+class Relearner(Learner):
+    """A learner whose state is stale once `after` tokens have left since; keeps what it was asked."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.after = after
+        self.asked: list[tuple[Tensor, Tensor, list[int]]] = []
+
+    @hookimpl
+    def is_stale(self, keys: Tensor, state: Tensors, since: list[int]) -> list[bool]:
+        self.asked.append((keys.clone(), state["mean"].clone(), since))
+        return [tokens >= self.after for tokens in since]
+
+
 def offer(registry: Registry, made: Learner) -> None:
     """Register a ready object under the name learner."""
 
@@ -276,6 +290,55 @@ def test_fit_sees_the_prompt_once_and_its_state_is_frozen(chunk: int) -> None:
         held = torch.stack(driver.rows[row][2 : 2 + zone_tokens], dim=1)[:, :, 0]
         torch.testing.assert_close(codes["keys"][row, :, :zone_tokens], held - layer.states["learner"]["mean"][row])
         torch.testing.assert_close(codes["total"][row], held.sum(1))
+
+
+def test_rows_whose_state_is_stale_are_fitted_again_and_encoded_anew_from_the_store() -> None:
+    made = Relearner(after=16)
+    registry = Registry.load(entry_points=False)
+    offer(registry, made)
+    bound = bind(parse_config({"layers": {"default": {"retriever": "exact", "encode": "learner"}}}), 1, registry)[0]
+    driver = Driver(new_layer(Window(2, 8, 8, 0), bound, 2, new_tokens=40), [0, 16])
+    driver.prefill(50, 50)
+    layer = driver.layer
+    state = layer.states["learner"]["mean"]
+    address = state.data_ptr()
+    first = state.clone()
+    for _ in range(16):
+        driver.step()
+    layer.finish_step()
+    assert layer.zones == [56, 40]
+    # Each row was asked after each of its two blocks; the prefill left zones of 40 and 24 tokens.
+    assert [since for _, _, since in made.asked] == [[8, 8], [16, 16]]
+    assert [view[0] for view in made.views] == [[40, 24], [56, 40]]
+    assert layer.refits == 2
+    assert state.data_ptr() == address  # a captured step reads it there
+    assert not torch.equal(state, first)
+    for row in range(2):
+        zone = torch.stack(driver.rows[row], dim=1)[:, 2 : 2 + layer.zones[row], 0]
+        torch.testing.assert_close(state[row, :, 0], zone.mean(1))
+        codes = layer.codes["learner"]
+        torch.testing.assert_close(codes["keys"][row, :, : layer.zones[row]], zone - zone.mean(1, keepdim=True))
+        torch.testing.assert_close(codes["total"][row], zone.sum(1))  # and not the old sum on top
+        newest = zone[:, -8:]
+        torch.testing.assert_close(made.asked[-1][0][row], newest)
+    assert torch.equal(made.asked[-1][1], first)
+    torch.testing.assert_close(*driver.step())
+
+
+def test_only_the_stale_row_is_fitted_again() -> None:
+    made = Relearner(after=8)
+    registry = Registry.load(entry_points=False)
+    offer(registry, made)
+    bound = bind(parse_config({"layers": {"default": {"retriever": "exact", "encode": "learner"}}}), 1, registry)[0]
+    driver = Driver(new_layer(Window(2, 8, 8, 0), bound, 2, new_tokens=40), [0, 16])
+    driver.prefill(50, 50)
+    before = driver.layer.states["learner"]["mean"].clone()
+    for _ in range(8):
+        driver.step([False, True])
+    driver.layer.finish_step()
+    assert [view[0] for view in made.views] == [[40, 24], [0, 32]]
+    assert torch.equal(driver.layer.states["learner"]["mean"][0], before[0])
+    assert not torch.equal(driver.layer.states["learner"]["mean"][1], before[1])
 
 
 def test_a_prompt_of_one_chunk_is_kept_as_it_came_but_not_what_it_is_a_part_of() -> None:

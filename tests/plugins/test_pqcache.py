@@ -15,7 +15,12 @@ from pariskv_plugins.resident import Resident
 from tiny_models import dense_generate, prompt, tiny_model
 from torch import Tensor
 
+from pariskv import parse_config
+from pariskv.binding import bind
+from pariskv.cache import RequestState
 from pariskv.errors import ConfigError, PluginContractError
+from pariskv.layer import LayerState
+from pariskv.registry import Registry
 from pariskv.testing import check_retriever
 from pariskv.types import Codes, Prefill, Query, Tensors
 from tests.plugins.driving import budget_of, config_of, generated, layer_of, padded
@@ -263,6 +268,73 @@ def test_it_finds_what_is_hidden_among_clustered_keys(options: dict[str, Any], f
     assert float((found.unsqueeze(-1) == best.unsqueeze(1)).any(-1).float().mean()) >= floor
 
 
+# Training again
+
+
+def keys_that_turn_away(seed: int) -> tuple[Tensor, Tensor]:
+    """A prompt's keys and what is generated after it [1, 1, n, 64], in clusters that lie elsewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt, later = (3 * torch.randn(40, 64, generator=generator) for _ in range(2))
+    return tuple(
+        (middles[torch.randint(40, (n,), generator=generator)] + 0.3 * torch.randn(n, 64, generator=generator))[None, None]
+        for middles, n in ((prompt, 512), (later, 512))
+    )  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("refresh", "trainings"), [(0, 1), (256, 3), (512, 2), (513, 1)])
+def test_refresh_trains_whenever_so_many_tokens_have_joined_the_zone(
+    monkeypatch: pytest.MonkeyPatch, refresh: int, trainings: int
+) -> None:
+    calls: list[int] = []
+    train = PQCache.train
+
+    def counted(self: PQCache, keys: Tensor, seconds: float) -> Tensor:
+        calls.append(keys.shape[1])
+        return train(self, keys, seconds)
+
+    monkeypatch.setattr(PQCache, "train", counted)
+    layer, keys = layer_with_keys_that_turn_away(refresh)
+    assert calls == [512 + i * refresh for i in range(trainings)]
+    assert layer.refits == trainings - 1
+    assert layer.zones == [1024]
+
+
+def layer_with_keys_that_turn_away(refresh: int) -> tuple[LayerState, Tensor]:
+    """A layer that has read 512 tokens of one kind and been given 512 of another, all of them in its zone."""
+    config = parse_config(
+        {
+            "retrievers": {"pqcache": {"refresh": refresh}},
+            "layers": {"default": {"retriever": "pqcache", "top_k": 100}},
+            "window": {"sink": 0, "local": 1, "update_interval": 64, "dense_below": 0},
+        }
+    )
+    state = RequestState(bind(config, 1, Registry.load(entry_points=False)), config.window)
+    layer = state.layer(layer_of(1, 1, 4, 64))
+    keys = torch.cat(keys_that_turn_away(0), dim=2)
+    state.begin_prefill(513, 513)
+    layer.append(keys[:, :, :513], keys[:, :, :513])
+    layer.chunk_attended(torch.zeros(1, 4, 513, 64), None)
+    state.end_prefill()
+    rest = torch.cat((keys[:, :, 513:], keys[:, :, :1]), dim=2)  # and one that stays in the local window
+    for token in rest.split(1, dim=2):
+        layer.append(token, token)
+        state.end_step()
+    return layer, keys
+
+
+def test_what_drifts_away_is_found_again_after_a_refresh() -> None:
+    found = {}
+    for refresh in (0, 256):
+        layer, keys = layer_with_keys_that_turn_away(refresh)
+        heads = keys[0, 0, 1000:1004].view(1, 1, 4, 64)  # queries for what is generated
+        encoded = layer.pipeline.encoders[0].encode_query(heads, layer.states["pqcache"])  # type: ignore[misc]
+        scores, _ = estimate(Query(heads, encoded, 0.125), layer.codes["pqcache"])
+        ours = scores[0, 0, :, :1024].topk(50).indices
+        best = (heads[0, 0] @ keys[0, 0].T).topk(50).indices
+        found[refresh] = float((ours.unsqueeze(-1) == best.unsqueeze(1)).any(-1).float().mean())
+    assert found[256] > found[0] + 0.2, found
+
+
 # The contract
 
 
@@ -302,7 +374,8 @@ def test_a_step_never_asks_the_host() -> None:
         ({"combine": "sum_votes"}, "pqcache: combine='sum_votes'; set it to one of mean_query, max_logit"),
         ({"max_iterations": 0}, "pqcache: max_iterations=0, max_seconds=2.0; set both above 0"),
         ({"max_seconds": 0.0}, r"pqcache: max_iterations=25, max_seconds=0\.0; set both above 0"),
-        ({"refresh": 512}, "pqcache: refresh=512; set it to 0: what fit learns from a prompt is frozen"),
+        ({"refresh": -1}, "pqcache: refresh=-1; set it to a number of tokens, or to 0 for never"),
+        ({"refresh": 0.5}, r"pqcache: refresh=0\.5; set it to a number of tokens"),
     ],
 )
 def test_an_invalid_option_is_an_error_that_says_what_to_set(options: dict[str, Any], message: str) -> None:

@@ -8,7 +8,8 @@ with the highest combined estimates are fetched and attended to exactly.
     lloyd.py   K-means by Lloyd's iteration, in plain torch on every device
 
 `fit` trains when the prefill ends. The centroids are then fixed: what is generated gets the nearest existing one, and
-what drifts away from the prompt is described less and less well. A group of query heads shares its keys, so its
+what drifts away from the prompt is described less and less well. With `refresh`, which the paper does not have, they
+are trained again on the whole zone whenever as many tokens have joined it. A group of query heads shares its keys, so its
 estimates are combined, by the option `combine` with the names of `exact`; the paper's is sum_softmax.
 """
 
@@ -40,7 +41,7 @@ class Options:
     max_iterations: int = 25  # of the K-means
     max_seconds: float = 2.0  # that a layer's K-means may take, shared by the rows; at least 3 iterations run
     seed: int = 0  # of the centroids that it starts from
-    refresh: int = 0  # tokens between two trainings; only 0, never, as published
+    refresh: int = 0  # tokens that join the zone between two trainings; 0: never, as published
 
 
 class PQCache(Retriever):
@@ -87,6 +88,11 @@ class PQCache(Retriever):
     def parts_of(self, vectors: Tensor) -> Tensor:
         """Vectors [..., n, D] cut into their parts [..., m, n, D / m]."""
         return vectors.reshape(*vectors.shape[:-1], self.options.subvectors, -1).transpose(-2, -3)
+
+    @hookimpl
+    def is_stale(self, keys: Tensor, state: Tensors, since: list[int]) -> list[bool]:
+        refresh = self.options.refresh
+        return [bool(refresh) and tokens >= refresh for tokens in since]
 
     @hookimpl
     def encode(self, keys: Tensor, values: Tensor, state: Tensors) -> Tensors:
@@ -155,11 +161,8 @@ def check_options(options: Options) -> None:
             f"pqcache: max_iterations={options.max_iterations}, max_seconds={options.max_seconds}; "
             f"set both above 0, or the centroids are keys drawn at random"
         )
-    if options.refresh:
-        raise ConfigError(
-            f"pqcache: refresh={options.refresh}; set it to 0: what fit learns from a prompt is frozen, and training "
-            f"again needs a core that calls fit between two steps and encodes the whole zone anew from the store"
-        )
+    if type(options.refresh) is not int or options.refresh < 0:
+        raise ConfigError(f"pqcache: refresh={options.refresh!r}; set it to a number of tokens, or to 0 for never")
 
 
 @hookimpl
