@@ -24,7 +24,7 @@ from pariskv.errors import CapacityError, ConfigError
 from pariskv.memory import refuse_if_too_large
 from pariskv.metrics import Fidelity, Mean, host_bytes_per_step, index_bytes_per_token, measure_logits
 from pariskv.registry import Registry
-from pariskv.replay import Clock, Tape, filled_layer, fitting_top_k, rank_by_the_whole_history, replay_layer
+from pariskv.replay import Clock, Tape, filled_layer, fitting_top_k, replay_layer
 from pariskv.resolve import Instance, Retrievers
 from pariskv.sampling import Sampler
 from pariskv.session import WHOLE_PROMPT
@@ -187,8 +187,6 @@ class Comparison:
         config = replace(config, retrievers={**config.retrievers, **({name: own} if own else {})})
         cache = ParisCache(self.model.model, config, self.registry)
         cache.warm_up()
-        if name == ORACLE:
-            rank_by_the_whole_history(cache.request)
         return cache
 
     def instance(self, name: str) -> Instance:

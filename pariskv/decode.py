@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 import torch
@@ -202,25 +202,28 @@ def attend_layer(layer: LayerState, heads: Tensor) -> tuple[Tensor, Tensor]:
     pipeline, info, device = layer.pipeline, layer.info, layer.device
     assert device is not None
 
-    def query(encoded: Tensors | None = None) -> Query:
-        return Query(heads, encoded, info.scaling, info.softcap)
-
+    plain = Query(heads, None, info.scaling, info.softcap)
     layer.chosen = None
     if not layer.retrieves:
-        return pipeline.attend(query(), device.working, None)
+        return pipeline.attend(plain, device.working, None)
     assert pipeline.coarse_select is not None
     assert pipeline.fetch is not None
     assert layer.store is not None
     encoded = encode_queries(layer, heads)
+    steady = pipeline.attend(plain, device.working, None)[1] if pipeline.reads_steady else None
+
+    def query(producer: str | None) -> Query:
+        return replace(plain, encoded=encoded.get(producer), steady=steady)
+
     codes = layer.codes_of(pipeline.coarse_codes)
-    selection = pipeline.coarse_select(query(encoded.get(pipeline.coarse_codes)), codes, layer.budget)
+    selection = pipeline.coarse_select(query(pipeline.coarse_codes), codes, layer.budget)
     if pipeline.rerank is not None:
         codes = layer.codes_of(pipeline.rerank_codes)
-        selection = pipeline.rerank(query(encoded.get(pipeline.rerank_codes)), selection, codes, pipeline.top_k)
+        selection = pipeline.rerank(query(pipeline.rerank_codes), selection, codes, pipeline.top_k)
     slots = device.working.slots[:, :, : selection.indices.shape[-1]]
     selected = pipeline.fetch(selection, layer.store, slots)
     layer.chosen = selected.valid
-    return pipeline.attend(query(), device.working, selected)
+    return pipeline.attend(plain, device.working, selected)
 
 
 def encode_queries(layer: LayerState, heads: Tensor) -> dict[str | None, Tensors]:

@@ -59,6 +59,8 @@ class Retriever:
     """What `fit` wants beside the zone's keys and values."""
     selects_per_query_head: bool = False
     """Query heads choose apart: the selection holds up to G x top_k rows, with a bias."""
+    reads_steady: bool = False
+    """`coarse_select` or `rerank` reads `query.steady`, which costs a pass over sink and ring."""
     graph_safe: bool = False
     """Fixed shapes, no host synchronisation, lengths and counts read from the device."""
     host_resident: bool = False

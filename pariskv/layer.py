@@ -290,7 +290,9 @@ class LayerState:
             if encoder.fit is None or not rows:
                 continue
             assert self.store is not None
-            view = PromptView(self.info, self.window, self.store, self._queries, encoder.needs, self.request.rotary, rows)
+            view = PromptView(
+                self.info, self.window, self.store, self._queries, encoder.needs, self.request.rotary, rows
+            )
             self._keep_state(encoder.name, encoder.fit(self.info, view), rows)
             fitted.update((row, self.zones[row]) for row in rows)
             for row in rows:

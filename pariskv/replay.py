@@ -10,13 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pariskv.budget import CandidateRule
 from pariskv.cache import RequestState
 from pariskv.decode import attend_layer
 from pariskv.layer import LayerState
@@ -147,40 +145,6 @@ def observe(layer: LayerState, heads: Tensor) -> Observed:
     finally:
         layer.pipeline = original
     return Observed(proposed[0] if proposed else None, fetched[0] if fetched else None, out)
-
-
-def rank_by_the_whole_history(state: RequestState) -> None:
-    """Make the oracle of layers whose retriever is `exact`: probabilities are normalised over what is dense, too.
-
-    `exact` itself sees the zone only, so a head that attends mostly to sink and ring counts as much as the others.
-    """
-    for index, pipeline in state.pipelines.items():
-        if pipeline.coarse_select is not None:
-            select = partial(_select_as_the_oracle, state, index)
-            rule = CandidateRule.first_top_k()
-            state.pipelines[index] = replace(pipeline, coarse_select=select, rerank=None, candidates=rule)
-
-
-def _select_as_the_oracle(state: RequestState, index: int, query: Query, codes: Codes, budget: Budget) -> Selection:
-    device = state.layers[index].device
-    assert device is not None
-    steady = device.working.steady
-    positions = torch.arange(codes.capacity, device=steady.device)
-    zone = _scores(query, codes["keys"], positions < codes.length.unsqueeze(-1))
-    dense = _scores(query, device.rows[:, :, : steady.shape[1], 0], steady)
-    everything = torch.logaddexp(zone.logsumexp(-1), dense.logsumexp(-1))
-    ranked = (zone - everything.unsqueeze(-1)).logsumexp(2).topk(budget.width).indices
-    slots = torch.arange(budget.width, device=steady.device)
-    return Selection(ranked.int().where(slots < budget.count.view(-1, 1, 1), -1))
-
-
-def _scores(query: Query, keys: Tensor, valid: Tensor) -> Tensor:
-    """Scores [B, H, G, m] of keys [B, H, m, D] in float32 at least, -inf where valid [B, m] is false."""
-    exact = torch.promote_types(keys.dtype, torch.float32)
-    scores = query.heads.to(exact) @ keys.to(exact).mT * query.scaling
-    if query.softcap is not None:
-        scores = query.softcap * torch.tanh(scores / query.softcap)
-    return scores.masked_fill(~valid[:, None, None], -torch.inf)
 
 
 def fitting_top_k(layers: Sequence[tuple[LayerState, LayerTrace]], rows: int) -> int:

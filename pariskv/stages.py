@@ -36,6 +36,7 @@ class Traits:
     indexes: Literal["all", "prompt", "none"]
     needs: frozenset[Need]
     selects_per_query_head: bool
+    reads_steady: bool
     graph_safe: bool
     host_resident: bool
 
@@ -133,6 +134,6 @@ def _check_values(traits: Traits, where: str) -> None:
         raise refuse("indexes", "'all', 'prompt' or 'none'")
     if not isinstance(traits.needs, frozenset | set) or not traits.needs <= set(get_args(Need)):
         raise refuse("needs", f"a frozenset of {', '.join(get_args(Need))}")
-    for name in ("selects_per_query_head", "graph_safe", "host_resident"):
+    for name in ("selects_per_query_head", "reads_steady", "graph_safe", "host_resident"):
         if not isinstance(getattr(traits, name), bool):
             raise refuse(name, "a bool")

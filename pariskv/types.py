@@ -224,12 +224,15 @@ class Query:
 
     heads    [B, H, G, D]
     encoded  what `encode_query` of the format's producer returned, None without one
+    steady   [B, H, G] log-sum-exp of each head's scores over sink and ring, None unless a stage of the layer
+             `reads_steady`: with it a head's probabilities can be normalised over what is attended in any case, too
     """
 
     heads: Tensor
     encoded: Tensors | None
     scaling: float
     softcap: float | None = None
+    steady: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from pariskv.errors import PluginContractError
 from pariskv.stages import stages_of, traits_of
 from pariskv.testing.case import Case, random_prompt
-from pariskv.testing.formats import check_encode, check_fit
+from pariskv.testing.formats import check_encode, check_fit, check_stale
 from pariskv.testing.selections import check_recall, check_selection
 from pariskv.testing.stores import check_append, check_attend, check_store
 from pariskv.types import LayerInfo
@@ -62,6 +62,8 @@ def _check(case: Case, recall_floor: float | None) -> None:
     state = check_fit(case)
     if "encode" in case.stages:
         check_encode(case, state)
+    if "is_stale" in case.stages:
+        check_stale(case, state)
     selection = check_selection(case, state)
     if recall_floor is not None and selection is not None:
         check_recall(case, selection, recall_floor)

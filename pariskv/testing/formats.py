@@ -1,4 +1,4 @@
-"""Checks of a format: allocate_codes, fit, encode."""
+"""Checks of a format: allocate_codes, fit, is_stale, encode."""
 
 from __future__ import annotations
 
@@ -68,6 +68,20 @@ def check_fit(case: Case) -> Tensors:
     if any(not same_bits(tensor, again[name]) for name, tensor in state.items()):
         raise case.wrong("fit", "gives another state for the same prompt; seed a torch.Generator of its own")
     return state
+
+
+def check_stale(case: Case, state: Tensors) -> None:
+    """`is_stale` gives a bool for each row, and the same for a row alone."""
+    block = case.made.block
+    rows = [row for row in case.rows if case.lengths[row] >= block]
+    since = [case.lengths[row] for row in rows]
+    keys = case.keys[rows, :, :block]
+    stale = case.call("is_stale", keys, state_of(state, rows), since)
+    if not isinstance(stale, list) or len(stale) != len(rows) or any(type(one) is not bool for one in stale):
+        raise case.wrong("is_stale", f"returned {stale!r}; return a list of {len(rows)} bools, one for each row it got")
+    alone = [case.call("is_stale", keys[[i]], state_of(state, [row]), [since[i]]) for i, row in enumerate(rows)]
+    if alone != [[one] for one in stale]:
+        raise case.wrong("is_stale", "answers otherwise for a row alone than for the row in a batch")
 
 
 def state_of(state: Tensors, rows: Sequence[int]) -> Tensors:

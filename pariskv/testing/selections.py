@@ -45,7 +45,9 @@ def _query(case: Case, state: Tensors, rows: Sequence[int]) -> Query:
         for name, tensor in encoded.items():
             if tensor.dim() == 0 or tensor.shape[0] != len(rows):
                 raise case.wrong("encode_query", f"{name} is {list(tensor.shape)}; the first axis must be the rows")
-    return Query(heads, encoded, case.layer.scaling, case.layer.softcap)
+    # Between the largest and the smallest score of any token: some heads look elsewhere, some do not.
+    steady = heads.float().sum(-1) if case.traits.reads_steady else None
+    return Query(heads, encoded, case.layer.scaling, case.layer.softcap, steady)
 
 
 def _budget(case: Case, rows: Sequence[int], of: Sequence[int] | None = None) -> Budget:

@@ -4,7 +4,7 @@ A group of query heads shares its keys, so its scores are combined, by the optio
 
     mean_query      score of the mean of the queries
     max_logit       highest score of any head
-    sum_softmax     sum of the heads' probabilities, each normalised over the whole zone (default)
+    sum_softmax     sum of the heads' probabilities, each normalised over the whole history (default)
     max_softmax     highest of these probabilities
     per_query_head  heads choose apart; the union is attended, each head to its own tokens
 """
@@ -35,6 +35,17 @@ COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def combined_with_steady(scores: Tensor, combine: str, steady: Tensor | None) -> Tensor:
+    """As `COMBINE` has it, but with probabilities over `steady` [B, H, G], the log-sum-exp over sink and ring, too.
+
+    Else a head that attends mostly to those would count as much as the others.
+    """
+    if steady is not None and combine in ("sum_softmax", "max_softmax"):
+        scores = torch.cat((scores, steady.to(scores.dtype).unsqueeze(-1)), dim=-1)
+        return COMBINE[combine](scores)[..., :-1]
+    return COMBINE[combine](scores)
+
+
 @dataclass(frozen=True)
 class Options:
     combine: str = "sum_softmax"  # mean_query, max_logit, sum_softmax, max_softmax, per_query_head
@@ -57,6 +68,7 @@ class Exact(Retriever):
         if self.options.combine not in names:
             raise ConfigError(f"exact: combine={self.options.combine!r}; set it to one of {', '.join(names)}")
         self.selects_per_query_head = self.options.combine == PER_QUERY_HEAD
+        self.reads_steady = self.options.combine in ("sum_softmax", "max_softmax")
 
     @hookimpl
     def allocate_codes(self, layer: LayerInfo, capacity: int) -> Codes:
@@ -72,7 +84,7 @@ class Exact(Retriever):
         everything = Selection(tokens)
         if self.selects_per_query_head:
             return choose_per_head(everything, scores, budget.width, budget.count)
-        combined = COMBINE[self.options.combine](scores)
+        combined = combined_with_steady(scores, self.options.combine, query.steady)
         return Selection(select_by_scores(combined, tokens, budget.width, budget.count))
 
     @hookimpl
@@ -82,7 +94,7 @@ class Exact(Retriever):
         if self.selects_per_query_head:
             scores = scores.gather(-1, slots.unsqueeze(2).expand(-1, -1, scores.shape[2], -1))
             return choose_per_head(selection, scores, top_k)
-        combined = COMBINE[self.options.combine](scores)
+        combined = combined_with_steady(scores, self.options.combine, query.steady)
         return keep_best(selection, combined.gather(-1, slots), top_k)
 
     def score(self, query: Query, codes: Codes) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pariskv.errors import PluginContractError
 from pariskv.hookspecs import Retriever, hookimpl
-from pariskv.types import Codes, Query, Selection, Tensors
+from pariskv.types import Codes, LayerInfo, Query, Selection, Tensors
 
 
 class WithDefault(Retriever):
@@ -94,6 +94,16 @@ class OnlyFit(Rerank):
         return {}
 
 
+class StaleWithoutFit(OnlyEncode):
+    @hookimpl
+    def allocate_codes(self, layer: LayerInfo, capacity: int) -> Codes:
+        return Codes.empty(layer, capacity)
+
+    @hookimpl
+    def is_stale(self, keys: Tensor, state: Tensors, since: list[int]) -> list[bool]:
+        return [False] * len(since)
+
+
 WANTED = "wanted exactly (query, selection, codes, top_k)"
 
 
@@ -111,11 +121,12 @@ WANTED = "wanted exactly (query, selection, codes, top_k)"
         (
             NoStage,
             "rernk is marked @hookimpl, but 'rernk' is no stage (did you mean 'rerank'?); stages: allocate_codes, fit, "
-            "encode, encode_query, coarse_select, rerank, allocate_store, fetch, update, attend, append",
+            "is_stale, encode, encode_query, coarse_select, rerank, allocate_store, fetch, update, attend, append",
         ),
         (Wrapping, "rerank is a hook wrapper; offer it with `register.wrapper(...)`"),
         (OnlyEncode, "implements encode without allocate_codes; a format needs both"),
         (OnlyFit, "implements encode_query without encode; a format needs both"),
+        (StaleWithoutFit, "implements is_stale without fit; there is no state that could be stale"),
         (type("A", (Full,), {"format": None}), "implements encode, but its `format` is None; name the format"),
         (type("A", (Full,), {"format": 3}), "format is 3, wanted None or a name"),
         (type("A", (Rerank,), {"reads": ""}), "reads is '', wanted None or a name"),

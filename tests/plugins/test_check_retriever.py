@@ -178,6 +178,26 @@ def test_a_fit_that_depends_on_chance_or_has_no_rows_is_found() -> None:
 # Broken selections
 
 
+class Stale(Pages):
+    """Answers `is_stale` as it is told."""
+
+    def __init__(self, answer: Callable[[Tensor, list[int]], Any]) -> None:
+        self.answer = answer
+
+    @hookimpl
+    def is_stale(self, keys: Tensor, state: Tensors, since: list[int]) -> list[bool]:
+        assert state["centre"].shape[0] == len(since) == keys.shape[0]
+        return self.answer(keys, since)  # type: ignore[no-any-return]
+
+
+def test_a_wrong_is_stale_is_found() -> None:
+    check_retriever(Stale(lambda keys, since: [tokens > 50 for tokens in since]))
+    refused(Stale(lambda keys, since: True), "Stale.is_stale: returned True; return a list of 2 bools")
+    refused(Stale(lambda keys, since: [True]), "is_stale: returned .True.; return a list of 2 bools")
+    refused(Stale(lambda keys, since: [torch.tensor(True)] * len(since)), "return a list of 2 bools")
+    refused(Stale(lambda keys, since: [len(since) > 1] * len(since)), "answers otherwise for a row alone")
+
+
 class BrokenSelect(Pages):
     """Selects as `change` says."""
 

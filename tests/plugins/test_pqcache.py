@@ -276,7 +276,9 @@ def keys_that_turn_away(seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     prompt, later = (3 * torch.randn(40, 64, generator=generator) for _ in range(2))
     return tuple(
-        (middles[torch.randint(40, (n,), generator=generator)] + 0.3 * torch.randn(n, 64, generator=generator))[None, None]
+        (middles[torch.randint(40, (n,), generator=generator)] + 0.3 * torch.randn(n, 64, generator=generator))[
+            None, None
+        ]
         for middles, n in ((prompt, 512), (later, 512))
     )  # type: ignore[return-value]
 
@@ -293,7 +295,7 @@ def test_refresh_trains_whenever_so_many_tokens_have_joined_the_zone(
         return train(self, keys, seconds)
 
     monkeypatch.setattr(PQCache, "train", counted)
-    layer, keys = layer_with_keys_that_turn_away(refresh)
+    layer, _keys = layer_with_keys_that_turn_away(refresh)
     assert calls == [512 + i * refresh for i in range(trainings)]
     assert layer.refits == trainings - 1
     assert layer.zones == [1024]

@@ -9,8 +9,8 @@ with the highest combined estimates are fetched and attended to exactly.
 
 `fit` trains when the prefill ends. The centroids are then fixed: what is generated gets the nearest existing one, and
 what drifts away from the prompt is described less and less well. With `refresh`, which the paper does not have, they
-are trained again on the whole zone whenever as many tokens have joined it. A group of query heads shares its keys, so its
-estimates are combined, by the option `combine` with the names of `exact`; the paper's is sum_softmax.
+are trained again on the whole zone whenever as many tokens have joined it. A group of query heads shares its keys, so
+its estimates are combined, by the option `combine` with the names of `exact`; the paper's is sum_softmax.
 """
 
 from __future__ import annotations
