@@ -1,4 +1,4 @@
-"""`collide` on a GPU: a thread adds the votes of eight keys that lie side by side, two in each 32-bit register."""
+"""`collide` and `collide_scaled` on a GPU: a thread adds the votes of eight keys that lie side by side, two in each 32-bit register."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from numba import cuda
 from torch import Tensor
 
-from pariskv_kernels.collide.naive import Votes, vote_dtype
+from pariskv_kernels.collide.naive import BINS, Votes, vote_dtype, vote_scale
 from pariskv_kernels.device import loads_first
 from pariskv_kernels.launch import blocks_for, launch, multiprocessors
 from pariskv_kernels.specialise import static, template
@@ -22,23 +22,50 @@ LOADS = 16
 
 
 def collide(signs: Tensor, table: Tensor, lengths: Tensor, max_weight: int, threads: int = 256) -> Votes:
+    bins = signs.shape[2] * max_weight + 1
+    return _count(signs, table, lengths, None, None, bins, vote_dtype(bins), threads)
+
+
+def collide_scaled(
+    signs: Tensor, table: Tensor, lengths: Tensor, norms: Tensor | None, max_weight: int, threads: int = 256
+) -> Votes:
+    scale = vote_scale(signs.shape[2], max_weight, signs.device)
+    return _count(signs, table, lengths, norms, scale, BINS, torch.uint8, threads)
+
+
+def _count(
+    signs: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    norms: Tensor | None,
+    scale: Tensor | None,
+    bins: int,
+    dtype: torch.dtype,
+    threads: int,
+) -> Votes:
     batch, heads, subspaces, num_tokens = signs.shape
-    bins = subspaces * max_weight + 1
-    votes = torch.empty(batch, heads, num_tokens, dtype=vote_dtype(bins), device=signs.device)
+    votes = torch.empty(batch, heads, num_tokens, dtype=dtype, device=signs.device)
     histogram = torch.zeros(batch, heads, bins, dtype=torch.int32, device=signs.device)
     keys = 8 if num_tokens % 8 == 0 else 1
     packed = keys == 8 and votes.dtype == torch.uint8
     constants = {"SUBSPACES": subspaces, "PATTERNS": table.shape[3], "BINS": bins, "COPIES": COPIES}
+    constants |= {"SUMS": 0 if scale is None else scale.shape[0], "NORMED": norms is not None}
     kernel = count_votes(**constants, KEYS=keys, PACKED=packed, LOADS=LOADS, THREADS=threads)
     fill = blocks_for(BLOCKS_PER_MULTIPROCESSOR * multiprocessors(signs.device), batch * heads)
+
+    def in_words(row: Tensor) -> Tensor:
+        return row.view(torch.int64).view(-1) if keys == 8 else row.view(-1)
+
     launch(
         kernel,
         (min(fill, blocks_for(num_tokens, keys * threads)), heads, batch),
         threads,
-        signs.view(torch.int64).view(-1) if keys == 8 else signs.view(-1),
+        in_words(signs),
         table.view(torch.int64).view(-1),
         lengths,
-        votes.view(torch.int64).view(-1) if packed else votes.view(-1),
+        in_words(signs if norms is None else norms),  # not read where NORMED is not set
+        histogram if scale is None else scale,  # nor this without SUMS
+        in_words(votes) if packed else votes.view(-1),
         histogram,
         num_tokens // keys,
     )
@@ -46,13 +73,16 @@ def collide(signs: Tensor, table: Tensor, lengths: Tensor, max_weight: int, thre
 
 
 @template
-def count_votes(signs, table, lengths, votes, histogram, row_words):
-    """signs [B, H, S, row_words] of KEYS patterns a word; votes likewise where PACKED, else [B, H, N].
+def count_votes(signs, table, lengths, norms, scale, votes, histogram, row_words):
+    """signs [B, H, S, row_words] of KEYS patterns a word; norms alike; votes likewise where PACKED, else [B, H, N].
 
-    Both lie in a line, and are indexed by unsigned numbers: Numba would test others for being negative.
+    SUMS  entries of scale, where votes are scaled; 0: the votes are the sums of the weights
+
+    All lie in a line, and are indexed by unsigned numbers: Numba would test others for being negative.
     """
     weights = cuda.shared.array(SUBSPACES * PATTERNS, np.uint8)
     bins = cuda.shared.array(BINS * COPIES, np.int32)
+    scaled = cuda.shared.array(SUMS + 1, np.uint8)
     thread, threads = np.uint32(cuda.threadIdx.x), np.uint32(THREADS)
     h, b = cuda.blockIdx.y & 65535, cuda.blockIdx.z & 65535
     head = np.uint64(b * cuda.gridDim.y + h)
@@ -61,6 +91,8 @@ def count_votes(signs, table, lengths, votes, histogram, row_words):
         eight[i] = np.uint64(table[head * np.uint64(SUBSPACES * PATTERNS // 8) + np.uint64(at)])
     for i in range(thread, np.uint32(BINS * COPIES), threads):
         bins[i] = 0
+    for i in range(thread, np.uint32(SUMS), threads):
+        scaled[i] = scale[i]
     for i in static((SUBSPACES * PATTERNS // 8 + THREADS - 1) // THREADS):
         at = min(thread + np.uint32(i * THREADS), np.uint32(SUBSPACES * PATTERNS // 8 - 1))
         for k in static(8):
@@ -96,8 +128,16 @@ def count_votes(signs, table, lengths, votes, histogram, row_words):
             result = np.uint64(0)
             key = w * np.uint64(KEYS)
             is_whole = key + np.uint64(KEYS) <= length
+            if NORMED:
+                levels = np.uint64(norms[head * words + w])
             for k in static(KEYS):
                 vote = np.uint32(sums[k // 2] >> np.uint32(16 * (k % 2)) & np.uint32(0xFFFF))
+                if SUMS > 0:
+                    is_above = vote > np.uint32(SUMS // 2)
+                    vote = np.uint32(scaled[vote])
+                    if NORMED:
+                        level = np.uint32(np.uint32(levels >> np.uint64(8 * k)) & np.uint32(255))
+                        vote = np.uint32(vote + level) if is_above else vote
                 if PACKED:
                     result |= np.uint64(vote) << np.uint64(8 * k)
                 else:

@@ -15,12 +15,12 @@ from pariskv_kernels.srht import padded_dim
 __all__ = ["KeyCodes", "encode_keys"]
 
 
-def encode_keys(keys: Tensor, subspace_dim: int, seed: int = 42) -> KeyCodes:
+def encode_keys(keys: Tensor, subspace_dim: int, seed: int | None = 42) -> KeyCodes:
     """Codes of a block of keys: `signs`, `codes`, `weights`, `counts`, described at `KeyCodes`.
 
     keys          [B, H, n, D] of any floating-point dtype and strides
     subspace_dim  m, 4 or 8; P = the next power of two of D, at least m; S = P / m
-    seed          of the rotation
+    seed          of the rotation; None: the keys are in their frame already (`to_frame`), D a power of two
 
     Bit-identical however the tokens are split into blocks. Zero keys and zero blocks get weight 0.
     Raises TypeError or ValueError naming the argument.
@@ -31,6 +31,8 @@ def encode_keys(keys: Tensor, subspace_dim: int, seed: int = 42) -> KeyCodes:
     check_subspace_dim(subspace_dim)
     if padded_dim(keys.shape[-1]) < subspace_dim:
         raise ValueError(f"keys: wanted heads of more than {subspace_dim // 2} coordinates, got {keys.shape[-1]}")
+    if seed is None and padded_dim(keys.shape[-1]) != keys.shape[-1]:
+        raise ValueError(f"keys: wanted a power of two of coordinates where seed is None, got {keys.shape[-1]}")
     if is_compiled_for(keys):
         from pariskv_kernels.encode import cpu
 

@@ -17,7 +17,7 @@ from pariskv_kernels.srht.naive import random_signs
 TILE = 32  # tokens side by side, so that a butterfly adds vectors
 
 
-def encode_keys(keys: Tensor, subspace_dim: int, seed: int) -> KeyCodes:
+def encode_keys(keys: Tensor, subspace_dim: int, seed: int | None) -> KeyCodes:
     batch, heads, tokens, dim = keys.shape
     padded = padded_dim(dim)
     subspaces = padded // subspace_dim
@@ -27,7 +27,7 @@ def encode_keys(keys: Tensor, subspace_dim: int, seed: int) -> KeyCodes:
     counts = torch.zeros(batch, heads, subspaces, 1 << subspace_dim, dtype=torch.int32)
     _encode(
         keys.detach().float().numpy(),
-        random_signs(dim, seed, keys.device).numpy(),
+        np.empty(0, np.float32) if seed is None else random_signs(dim, seed, keys.device).numpy(),
         tuple(np.float32(threshold) for threshold in lloyd_max(subspace_dim).thresholds),
         tuple(np.float32(level) for level in lloyd_max(subspace_dim).levels),
         np.float32(1 / math.sqrt(padded)),
@@ -41,9 +41,14 @@ def encode_keys(keys: Tensor, subspace_dim: int, seed: int) -> KeyCodes:
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _rotate(keys, flips, z):  # type: ignore[no-untyped-def]
-    """The rotation of `srht`: keys [T, D] to z [P, T], by butterflies in place."""
+    """The rotation of `srht`: keys [T, D] to z [P, T], by butterflies in place; without signs, z are the keys."""
     tokens, dim = keys.shape
     padded = z.shape[0]
+    if flips.shape[0] == 0:
+        for t in range(tokens):
+            for d in range(dim):
+                z[d, t] = keys[t, d]
+        return
     z[dim:] = 0
     for t in range(tokens):
         for d in range(dim):

@@ -22,7 +22,7 @@ WORDS = {4: torch.uint16, 8: torch.uint32}
 """One subspace's codes as one integer."""
 
 
-def encode_keys(keys: Tensor, subspace_dim: int, seed: int, threads: int = 128, tile: int = 16) -> KeyCodes:
+def encode_keys(keys: Tensor, subspace_dim: int, seed: int | None, threads: int = 128, tile: int = 16) -> KeyCodes:
     batch, heads, tokens, dim = keys.shape
     padded, device = padded_dim(dim), keys.device
     subspaces = padded // subspace_dim
@@ -30,13 +30,13 @@ def encode_keys(keys: Tensor, subspace_dim: int, seed: int, threads: int = 128, 
     codes = torch.empty(batch, heads, tokens, padded // 2, dtype=torch.uint8, device=device)
     weights = torch.empty(batch, heads, tokens, subspaces, device=device)
     counts = torch.zeros(batch, heads, subspaces, 1 << subspace_dim, dtype=torch.int32, device=device)
-    kernel = encode(PADDED=padded, M=subspace_dim, TILE=tile, load=to_float(keys.dtype))
+    kernel = encode(PADDED=padded, M=subspace_dim, TILE=tile, ROTATE=seed is not None, load=to_float(keys.dtype))
     launch(
         kernel,
         (blocks_for(tokens, tile), heads, batch),
         threads,
         keys,
-        random_signs(dim, seed, device),
+        random_signs(dim, 0 if seed is None else seed, device),
         _quantizer(subspace_dim, device),
         np.float32(1 / math.sqrt(padded)),
         signs,
@@ -64,8 +64,10 @@ def encode(keys, flips, quantizer, scale, signs, codes, weights, counts):
     for i in range(thread, PADDED * TILE, threads):
         t, d = i // PADDED, i % PADDED
         inside = d < dim and first + t < tokens
-        z[i] = load(keys[b, h, first + t, d]) * flips[d] if inside else np.float32(0)
-    half = PADDED // 2
+        z[i] = load(keys[b, h, first + t, d]) if inside else np.float32(0)
+        if ROTATE:
+            z[i] = z[i] * flips[d] if inside else np.float32(0)
+    half = PADDED // 2 if ROTATE else 0
     while half > 0:
         cuda.syncthreads()
         for i in range(thread, PADDED * TILE // 2, threads):

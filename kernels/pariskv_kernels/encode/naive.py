@@ -32,7 +32,7 @@ class KeyCodes(NamedTuple):
     counts: Tensor
 
 
-def encode_keys(keys: Tensor, subspace_dim: int, seed: int) -> KeyCodes:
+def encode_keys(keys: Tensor, subspace_dim: int, seed: int | None) -> KeyCodes:
     """Codes of keys [B, H, n, D], some tokens at a time, so that a long prompt needs little memory."""
     parts = [encode_block(block, subspace_dim, seed) for block in torch.split(keys, TOKENS_AT_ONCE, dim=2)]
     if len(parts) == 1:
@@ -41,9 +41,9 @@ def encode_keys(keys: Tensor, subspace_dim: int, seed: int) -> KeyCodes:
     return KeyCodes(torch.cat(signs, 3), torch.cat(codes, 2), torch.cat(weights, 2), torch.stack(counts).sum(0).int())
 
 
-def encode_block(keys: Tensor, subspace_dim: int, seed: int) -> KeyCodes:
+def encode_block(keys: Tensor, subspace_dim: int, seed: int | None) -> KeyCodes:
     """Codes of keys [B, H, n, D]. Everything is elementwise or a `tree_sum`: see there."""
-    z = rotate(keys, seed).transpose(-1, -2)
+    z = (keys.float() if seed is None else rotate(keys, seed)).transpose(-1, -2)
     batch, heads, padded, tokens = z.shape
     z = z.reshape(batch, heads, padded // subspace_dim, subspace_dim, tokens)
     negative = (z < 0).to(torch.uint8)

@@ -23,16 +23,8 @@ def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Te
     Raises TypeError or ValueError naming the argument.
     Source: ParisKV (arXiv 2602.07721), section 3.3 (RSQ); `naive.py` is the definition.
     """
-    check_dtype("rotated", rotated, torch.float32)
     check_shape("rotated", rotated, None, None, None)
-    batch, heads, padded = rotated.shape
-    check_dtype("codes", codes, torch.uint8)
-    check_shape("codes", codes, batch, heads, None, padded // 2)
-    check_dtype("weights", weights, torch.float16)
-    check_shape("weights", weights, batch, heads, codes.shape[2], None)
-    check_subspace_dim(padded // max(weights.shape[3], 1))
-    check_dtype("indices", indices, torch.int32)
-    check_shape("indices", indices, batch, heads, None)
+    _check(rotated, codes, weights, indices)
     if is_compiled_for(rotated, codes, weights, indices):
         from pariskv_kernels.rerank import cpu
 
@@ -42,3 +34,36 @@ def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Te
 
         return cuda.estimate_scores(rotated, codes, weights, indices)
     return naive.estimate_scores(rotated, codes, weights, indices)
+
+
+def estimate_scores_by_head(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """`estimate_scores` for every query head of a group.
+
+    rotated  [B, H, G, P]  float32
+    returns  [B, H, G, C]  float32, -inf where empty; within rounding what each head gives by itself
+
+    Raises TypeError or ValueError naming the argument. `naive.py` is the definition.
+    """
+    check_shape("rotated", rotated, None, None, None, None)
+    _check(rotated, codes, weights, indices)
+    if is_compiled_for(rotated, codes, weights, indices):
+        from pariskv_kernels.rerank import cpu
+
+        return cpu.estimate_scores_by_head(rotated, codes, weights, indices)
+    if weights.shape[3] % 2 == 0 and is_on_gpu(rotated, codes, weights, indices):
+        from pariskv_kernels.rerank import cuda
+
+        return cuda.estimate_scores_by_head(rotated, codes, weights, indices)
+    return naive.estimate_scores_by_head(rotated, codes, weights, indices)
+
+
+def _check(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor) -> None:
+    check_dtype("rotated", rotated, torch.float32)
+    batch, heads, padded = *rotated.shape[:2], rotated.shape[-1]
+    check_dtype("codes", codes, torch.uint8)
+    check_shape("codes", codes, batch, heads, None, padded // 2)
+    check_dtype("weights", weights, torch.float16)
+    check_shape("weights", weights, batch, heads, codes.shape[2], None)
+    check_subspace_dim(padded // max(weights.shape[3], 1))
+    check_dtype("indices", indices, torch.int32)
+    check_shape("indices", indices, batch, heads, None)

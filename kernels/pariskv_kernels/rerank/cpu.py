@@ -1,4 +1,4 @@
-"""`estimate_scores` compiled for a CPU."""
+"""`estimate_scores` and `estimate_scores_by_head` compiled for a CPU."""
 
 from __future__ import annotations
 
@@ -64,3 +64,41 @@ def _estimates(rotated, levels, codes, weights, halves, indices, factor, scores)
                         block += table[j + 2, row[j + 2]] + table[j + 3, row[j + 3]]
                     total += block * halves[row_weights[s]]
                 scores[b, h, c] = total * factor
+
+
+def estimate_scores_by_head(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    batch, heads, group, padded = rotated.shape
+    scores = torch.empty(batch, heads, group, indices.shape[2], dtype=torch.float32)
+    levels = level_table(padded // weights.shape[3], rotated.device) / math.sqrt(padded)
+    bits = weights.view(torch.int16).numpy().view(np.uint16)
+    queries = rotated.contiguous().numpy()
+    _estimates_by_head(queries, levels.numpy(), codes.numpy(), bits, half_values(), indices.numpy(), scores.numpy())
+    return scores
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
+def _estimates_by_head(rotated, levels, codes, weights, halves, indices, scores):  # type: ignore[no-untyped-def]
+    batch, heads, group, padded = rotated.shape
+    num_candidates, subspaces = indices.shape[2], weights.shape[3]
+    bytes_each = padded // subspaces // 2
+    key = np.empty(padded, np.float32)
+    for b in range(batch):
+        for h in range(heads):
+            for c in range(num_candidates):
+                n = indices[b, h, c]
+                if n < 0:
+                    for g in range(group):
+                        scores[b, h, g, c] = -np.inf
+                    continue
+                # The key that the codes stand for, once for all heads.
+                row, row_weights = codes[b, h, n], weights[b, h, n]
+                for s in range(subspaces):
+                    weight = halves[row_weights[s]]
+                    for i in range(s * bytes_each, (s + 1) * bytes_each):
+                        key[2 * i] = levels[row[i] & 15] * weight
+                        key[2 * i + 1] = levels[row[i] >> 4] * weight
+                for g in range(group):
+                    query, total = rotated[b, h, g], np.float32(0.0)
+                    for j in range(padded):
+                        total += query[j] * key[j]
+                    scores[b, h, g, c] = total

@@ -1,4 +1,7 @@
-"""`estimate_scores` on a GPU: a thread for each candidate, products q_j x level looked up in shared memory.
+"""`estimate_scores` and `estimate_scores_by_head` on a GPU: a thread for each candidate.
+
+Of one query, products q_j x level are looked up in shared memory; of a group, a coordinate of the key is worked out
+once, and multiplied with every head's.
 
 A candidate's codes lie side by side, and candidates anywhere. So the threads of a block bring the codes of all its
 candidates to shared memory together, neighbours reading neighbouring words; then each thread takes its own.
@@ -17,7 +20,7 @@ from torch import Tensor
 from pariskv_kernels.device import fp16_to_float, loads_first
 from pariskv_kernels.launch import blocks_for, launch, multiprocessors
 from pariskv_kernels.quantizer import level_table
-from pariskv_kernels.specialise import static, template
+from pariskv_kernels.specialise import Template, static, template
 
 SHARED = 48 << 10
 """Bytes of shared memory that a block can have."""
@@ -26,16 +29,42 @@ BLOCKS_PER_MULTIPROCESSOR = 8
 
 
 def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor, threads: int = 256) -> Tensor:
-    batch, heads, padded = rotated.shape
-    candidates, subspaces = indices.shape[2], weights.shape[3]
     scores = torch.empty(indices.shape, dtype=torch.float32, device=rotated.device)
+    _launch(estimate, {}, rotated.shape[2] * 16, rotated, codes, weights, indices, scores, threads)
+    return scores
+
+
+def estimate_scores_by_head(
+    rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor, threads: int = 256
+) -> Tensor:
+    batch, heads, group, padded = rotated.shape
+    scores = torch.empty(batch, heads, group, indices.shape[2], dtype=torch.float32, device=rotated.device)
+    _launch(estimate_group, {"GROUP": group}, group * padded + 16, rotated, codes, weights, indices, scores, threads)
+    return scores
+
+
+def _launch(
+    made: Template,
+    constants: dict[str, int],
+    table: int,
+    rotated: Tensor,
+    codes: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    scores: Tensor,
+    threads: int,
+) -> None:
+    """table: numbers of float32 in shared memory, beside the candidates' codes."""
+    batch, heads, padded = *rotated.shape[:2], rotated.shape[-1]
+    candidates, subspaces = indices.shape[2], weights.shape[3]
     levels = _scaled_levels(padded, padded // subspaces, rotated.device)
     word = torch.int64 if padded % 16 == 0 and subspaces % 4 == 0 else torch.int32
     code_words, weight_words = padded // (2 * word.itemsize), subspaces * 2 // word.itemsize
     row = (code_words + weight_words) | 1  # an odd number of words: threads side by side meet different banks
-    while threads * (row * word.itemsize + 4) + padded * 16 * 4 > SHARED:
+    while threads * (row * word.itemsize + 4) + table * 4 > SHARED:
         threads //= 2
-    kernel = estimate(
+    kernel = made(
+        **constants,
         PADDED=padded,
         M=padded // subspaces,
         BYTES=word.itemsize,
@@ -58,7 +87,6 @@ def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Te
         scores,
         codes.shape[2],
     )
-    return scores
 
 
 @lru_cache
@@ -121,5 +149,66 @@ def estimate(rotated, codes, weights, indices, levels, scores, tokens):
             score += fp16_to_float(np.int32(two & word(0xFFFF))) * block
         if start + thread < num:
             out[start + thread] = score if n >= 0 else np.float32(-math.inf)
+        start = np.uint32(start + cuda.gridDim.x * np.uint32(THREADS))
+        n = candidates[min(start + thread, num - np.uint32(1))]
+
+
+@template
+def estimate_group(rotated, codes, weights, indices, levels, scores, tokens):
+    """As `estimate`, with rotated [B, H, GROUP, PADDED] and scores [B, H, GROUP, C]."""
+    table = cuda.shared.array(16, np.float32)
+    query = cuda.shared.array(GROUP * PADDED, np.float32)
+    staged = cuda.shared.array(THREADS * ROW, word)  # each candidate's codes, then its weights
+    position = cuda.shared.array(THREADS, np.int32)
+    thread = np.uint32(cuda.threadIdx.x)
+    h, b = cuda.blockIdx.y & 65535, cuda.blockIdx.z & 65535
+    queries, candidates, out = rotated[b, h], indices[b, h], scores[b, h]
+    first_row = np.uint64(b * cuda.gridDim.y + h) * np.uint64(tokens)
+    num, start = np.uint32(indices.shape[2]), np.uint32(cuda.blockIdx.x) * np.uint32(THREADS)
+    n = candidates[min(start + thread, num - np.uint32(1))]  # past the end the last candidate again
+    for i in range(thread, np.uint32(16), np.uint32(THREADS)):
+        table[i] = levels[i]
+    for i in range(thread, np.uint32(GROUP * PADDED), np.uint32(THREADS)):
+        query[i] = queries[i // np.uint32(PADDED), i % np.uint32(PADDED)]
+    while start < num:
+        cuda.syncthreads()  # the round before is done with what is shared
+        position[thread] = max(n, 0)
+        cuda.syncthreads()
+        for i in static(CODE_WORDS):
+            at = np.uint32(thread + np.uint32(i * THREADS))
+            row = first_row + np.uint64(position[at // np.uint32(CODE_WORDS)])
+            code[i] = codes[row * np.uint64(CODE_WORDS) + np.uint64(at % np.uint32(CODE_WORDS))]
+        for i in static(WEIGHT_WORDS):
+            at = np.uint32(thread + np.uint32(i * THREADS))
+            row = first_row + np.uint64(position[at // np.uint32(WEIGHT_WORDS)])
+            weight[i] = weights[row * np.uint64(WEIGHT_WORDS) + np.uint64(at % np.uint32(WEIGHT_WORDS))]
+        loads_first()
+        for i in static(CODE_WORDS):
+            at = np.uint32(thread + np.uint32(i * THREADS))
+            staged[at // np.uint32(CODE_WORDS) * np.uint32(ROW) + at % np.uint32(CODE_WORDS)] = code[i]
+        for i in static(WEIGHT_WORDS):
+            at = np.uint32(thread + np.uint32(i * THREADS))
+            to = at // np.uint32(WEIGHT_WORDS) * np.uint32(ROW) + at % np.uint32(WEIGHT_WORDS)
+            staged[to + np.uint32(CODE_WORDS)] = weight[i]
+        cuda.syncthreads()
+        mine = thread * np.uint32(ROW)
+        for g in static(GROUP):
+            score[g] = np.float32(0)
+        for s in range(PADDED // M):
+            # The codes of one subspace as a number of 32 bits, and what they are multiplied by.
+            first = np.uint32(s * M)
+            part = np.uint32(
+                staged[mine + first // np.uint32(2 * BYTES)] >> word(np.uint32(4) * (first % np.uint32(2 * BYTES)))
+            )
+            two = staged[mine + np.uint32(CODE_WORDS) + np.uint32(2 * s) // np.uint32(BYTES)]
+            two = two >> word(16 * (s % (BYTES // 2)))
+            factor = fp16_to_float(np.int32(two & word(0xFFFF)))
+            for j in static(M):
+                value = table[np.uint32(part >> np.uint32(4 * j) & np.uint32(15))] * factor
+                for g in static(GROUP):
+                    score[g] += value * query[np.uint32(first + np.uint32(g * PADDED + j))]
+        if start + thread < num:
+            for g in static(GROUP):
+                out[g, start + thread] = score[g] if n >= 0 else np.float32(-math.inf)
         start = np.uint32(start + cuda.gridDim.x * np.uint32(THREADS))
         n = candidates[min(start + thread, num - np.uint32(1))]

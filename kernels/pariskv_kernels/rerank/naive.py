@@ -1,4 +1,4 @@
-"""The definition of `estimate_scores`."""
+"""The definitions of `estimate_scores` and `estimate_scores_by_head`."""
 
 from __future__ import annotations
 
@@ -35,3 +35,9 @@ def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Te
     blocks = blocks * taken(weights, numbers, indices, torch.float32)  # [B, H, S, C]
     scores = tree_sum(blocks, dim=2) * (1 / math.sqrt(padded))
     return scores.masked_fill_(indices < 0, -torch.inf)
+
+
+def estimate_scores_by_head(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+    """One query head after the other."""
+    heads = rotated.unbind(2)
+    return torch.stack([estimate_scores(head.contiguous(), codes, weights, indices) for head in heads], dim=2)

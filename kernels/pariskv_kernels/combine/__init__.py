@@ -1,0 +1,47 @@
+"""Scores of a group's query heads as one ranking of the candidates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pariskv_kernels.checks import check_dtype, check_shape
+from pariskv_kernels.combine import naive
+from pariskv_kernels.combine.naive import COMBINE
+from pariskv_kernels.cpu import is_compiled_for
+from pariskv_kernels.launch import is_on_gpu
+
+__all__ = ["COMBINE", "combine_scores"]
+
+
+def combine_scores(
+    products: Tensor, offset: Tensor, steady: Tensor, how: str, scaling: float, softcap: float | None = None
+) -> Tensor:
+    """One score for each candidate from the inner products of a group's heads with it.
+
+    products  [B, H, G, C]  float32, -inf where empty
+    offset    [B, H, G]     float32, added to a head's products first
+    steady    [B, H, G]     float32, log-sum-exp of what the head attends to in any case; -inf: nothing
+    how       max_logit: the highest score of any head. sum_softmax, max_softmax: the logarithm of the sum, or of the
+              highest, of the heads' probabilities over the candidates and what is steady
+    returns   [B, H, C]     float32, -inf where empty
+
+    A score is scaling x (product + offset), then soft-capped. Raises TypeError or ValueError naming the argument.
+    `naive.py` is the definition.
+    """
+    check_dtype("products", products, torch.float32)
+    check_shape("products", products, None, None, None, None)
+    for name, tensor in (("offset", offset), ("steady", steady)):
+        check_dtype(name, tensor, torch.float32)
+        check_shape(name, tensor, *products.shape[:3])
+    if how not in COMBINE:
+        raise ValueError(f"how: wanted one of {', '.join(COMBINE)}, got {how!r}")
+    if is_compiled_for(products, offset, steady):
+        from pariskv_kernels.combine import cpu
+
+        return cpu.combine_scores(products, offset, steady, how, scaling, softcap)
+    if is_on_gpu(products, offset, steady):
+        from pariskv_kernels.combine import cuda
+
+        return cuda.combine_scores(products, offset, steady, how, scaling, softcap)
+    return naive.combine_scores(products, offset, steady, how, scaling, softcap)
