@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, isfinite
@@ -18,6 +19,11 @@ AUTO_RATIOS: tuple[tuple[int, Fraction], ...] = (
 """`candidates: auto`: from this many zone tokens on, this share of them (ParisKV, arXiv 2602.07721)."""
 
 
+def _as_written(ratio: float) -> Fraction:
+    """The decimal that was written, not its binary neighbour: 0.1 of 30 is 3, not 4."""
+    return Fraction(str(ratio))
+
+
 @dataclass(frozen=True)
 class CandidateRule:
     """Candidates of a row as a function of its zone tokens N: min(N, max(ceil(ratio(N) * N), minimum, top_k)).
@@ -30,15 +36,21 @@ class CandidateRule:
     minimum: int = 0
 
     @classmethod
-    def parse(cls, value: Literal["auto"] | str | int | float) -> CandidateRule:
-        """The rule of `candidates:`: auto, a ratio (a float in (0, 1]) or a count (an integer from 1)."""
+    def parse(
+        cls, value: Literal["auto"] | str | int | float, ratios: Sequence[tuple[int, float]] | None = None
+    ) -> CandidateRule:
+        """The rule of `candidates:`: auto, a ratio (a float in (0, 1]) or a count (an integer from 1).
+
+        ratios  what auto is; None: the paper's table
+        """
+        if value == "auto" and ratios is not None:
+            return cls(tuple((start, _as_written(ratio)) for start, ratio in ratios))
         if value == "auto":
             return cls(AUTO_RATIOS)
         if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
             return cls(minimum=value)
         if isinstance(value, float) and isfinite(value) and 0 < value <= 1:
-            # The decimal that was written, not its binary neighbour: 0.1 of 30 is 3, not 4.
-            return cls(((0, Fraction(str(value))),))
+            return cls(((0, _as_written(value)),))
         raise ConfigError(
             f"candidates: got {value!r}, wanted auto, a ratio (a float with 0 < ratio <= 1) or a count (an int >= 1)"
         )

@@ -25,6 +25,7 @@ class RequestState:
 
     pipelines  layer index -> bound stages, for the layers that retrieve
     choose     decides how a prompt is read
+    moments    query moments of the model's calibration, by layer
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class RequestState:
         window: WindowConfig,
         rotary: Rotary | None = None,
         choose: ChooseHistory | None = None,
+        moments: Mapping[int, Tensor] | None = None,
     ):
         self.pipelines = dict(pipelines)
-        self.request = Request(rotary=rotary, choose=choose)
+        self.request = Request(rotary=rotary, moments=moments or {}, choose=choose)
         self.layers: dict[int, LayerState] = {}
         self._window = window
 
@@ -69,7 +71,8 @@ class RequestState:
     def reset(self) -> None:
         """Forget the request; nothing of it may reach the next one."""
         self.layers.clear()
-        self.request = Request(rotary=self.request.rotary, choose=self.request.choose)
+        old = self.request
+        self.request = Request(rotary=old.rotary, moments=old.moments, choose=old.choose)
 
     def end_step(self) -> None:
         """Between two steps: full buffers leave for the zone."""

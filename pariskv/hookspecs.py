@@ -41,7 +41,7 @@ HOOK_API = 1
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
-Need = Literal["query_moment", "recent_queries", "pre_rope"]
+Need = Literal["query_moment", "model_moment", "recent_queries", "pre_rope"]
 
 
 class Retriever:
@@ -59,6 +59,8 @@ class Retriever:
     """What `fit` wants beside the zone's keys and values."""
     selects_per_query_head: bool = False
     """Query heads choose apart: the selection holds up to G x top_k rows, with a bias."""
+    candidate_ratios: tuple[tuple[int, float], ...] | None = None
+    """`candidates: auto` of `coarse_select`: from how many zone tokens on, which share of them; None: the paper's."""
     reads_steady: bool = False
     """`coarse_select` or `rerank` reads `query.steady`, which costs a pass over sink and ring."""
     graph_safe: bool = False

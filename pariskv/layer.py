@@ -15,6 +15,7 @@ from torch import Tensor
 from pariskv.binding import Encoder, LayerPipeline
 from pariskv.errors import CapacityError, ModelError, ShapeError
 from pariskv.history import StreamedPrompt
+from pariskv.hookspecs import Need
 from pariskv.prompt import BufferedPrompt, History, Pair, Prompt, PromptView, QueryStatistics
 from pariskv.request import HEADROOM, Request
 from pariskv.types import Budget, Codes, LayerInfo, Store, Tensors
@@ -290,13 +291,31 @@ class LayerState:
             if encoder.fit is None or not rows:
                 continue
             assert self.store is not None
-            view = PromptView(
-                self.info, self.window, self.store, self._queries, encoder.needs, self.request.rotary, rows
-            )
+            view = self._view(encoder.needs, rows)
             self._keep_state(encoder.name, encoder.fit(self.info, view), rows)
             fitted.update((row, self.zones[row]) for row in rows)
             for row in rows:
                 self._encode_from_store(encoder, row, view)
+
+    def _view(self, needs: frozenset[Need], rows: list[int]) -> PromptView:
+        """The zones of the rows as `fit` sees them."""
+        store, prompt, window = self.store, self.prompt, self.window
+        assert store is not None
+
+        def read(row: int, start: int, stop: int) -> Pair:
+            if isinstance(prompt, BufferedPrompt):
+                return prompt.read(row, window.sink + start, window.sink + stop)
+            return store.read(row, start, stop)
+
+        def dense(row: int) -> Pair:
+            if prompt is None:
+                return _as_pair(self._steady(row))
+            tokens, first = self.lengths[row], min(window.sink, self.lengths[row])
+            return _as_pair((prompt.read(row, 0, first), prompt.read(row, first + self.zones[row], tokens)))
+
+        request = self.request
+        moment = request.moments.get(self.info.index)
+        return PromptView(self.info, window, store, needs, rows, read, dense, self._queries, request.rotary, moment)
 
     def _keep_state(self, name: str, new: Tensors, rows: list[int]) -> None:
         """Only the given rows are taken over, in place: a captured step reads them where they are."""

@@ -26,6 +26,9 @@ History = Literal["buffer", "store"]
 Pair = tuple[Tensor, Tensor]
 """Keys and values of the same tokens."""
 
+TOKENS_AT_ONCE = 4096
+"""Tokens of a row that `fit` sees in a block, about: whole updates, counted from the zone's first token."""
+
 
 class Prompt(ABC):
     """One layer's prompt while it is read, in the model's columns: each row right-aligned, padding on the left.
@@ -225,28 +228,41 @@ class ZoneRotary:
 
 
 class PromptView(Prefill):
-    """One layer's zone as `fit` sees it, read from the store; only the given rows have one."""
+    """One layer's zone as `fit` sees it, read from the store, or from the prompt while that is on the device.
+
+    read   keys and values [H, n, D] of a row's zone, from a token to another
+    dense  those of what is in no zone
+    rows   the rows that are to be fitted; the others have no tokens
+    """
 
     def __init__(
         self,
         info: LayerInfo,
         window: Window,
         store: Store,
-        queries: QueryStatistics | None,
         needs: frozenset[str],
-        rotary: Rotary | None,
         rows: Collection[int],
+        read: Callable[[int, int, int], Pair],
+        dense: Callable[[int], Pair],
+        queries: QueryStatistics | None,
+        rotary: Rotary | None,
+        model_moment: Tensor | None,
     ):
         self.lengths = [length if row in rows else 0 for row, length in enumerate(store.length)]
         self.query_moment = queries.query_moment() if queries and "query_moment" in needs else None
         self.recent_queries = queries.recent if queries and "recent_queries" in needs else None
+        self.model_moment = model_moment if "model_moment" in needs else None
         self.rotary = ZoneRotary(rotary, window.sink) if rotary and "pre_rope" in needs else None
         self.store: Store = store
-        self._info, self._window = info, window
+        self._info, self._read, self._dense = info, read, dense
+        self._block = window.update * max(1, TOKENS_AT_ONCE // window.update)
 
     def blocks(self, row: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for start in range(0, self.lengths[row], self._window.update):
-            yield self.store.read(row, start, min(start + self._window.update, self.lengths[row]))
+        for start in range(0, self.lengths[row], self._block):
+            yield self._read(row, start, min(start + self._block, self.lengths[row]))
+
+    def dense(self, row: int) -> Pair:
+        return self._dense(row)
 
     def pre_rope_blocks(self, row: int) -> Iterator[Tensor]:
         if self.rotary is None:

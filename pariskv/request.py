@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -26,6 +26,7 @@ class Request:
     new_tokens     tokens that will be generated after it
     prefilling     the loop says that a prompt is being read; without a loop it is inferred
     rotary         the model's rotary embedding, None where it has none that can be undone
+    moments        the model's query moments [H, D, D] by layer, of its calibration; empty without one
     choose         decides where the earlier chunks of a prompt are while it is read; None: in a buffer
     """
 
@@ -33,6 +34,7 @@ class Request:
     new_tokens: int = HEADROOM
     prefilling: bool = False
     rotary: Rotary | None = None
+    moments: Mapping[int, Tensor] = field(default_factory=dict)
     choose: ChooseHistory | None = None
     _chosen: tuple[int, History] | None = None
     _slots: dict[tuple[int, int], tuple[int, Tensor]] = field(default_factory=dict)

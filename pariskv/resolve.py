@@ -167,7 +167,8 @@ class Resolver:
             stages |= selection
             encoders, codes = self._encoders(retriever, selection)
             if "rerank" in selection:
-                rule = CandidateRule.parse(self._inherited("candidates"))
+                ratios = selection["coarse_select"].traits.candidate_ratios
+                rule = CandidateRule.parse(self._inherited("candidates"), ratios)
         return Plan(stages, encoders, codes, rule, top_k, self._indexes(stages, encoders, retriever))
 
     def _retriever(self) -> Instance:

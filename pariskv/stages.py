@@ -36,6 +36,7 @@ class Traits:
     indexes: Literal["all", "prompt", "none"]
     needs: frozenset[Need]
     selects_per_query_head: bool
+    candidate_ratios: tuple[tuple[int, float], ...] | None
     reads_steady: bool
     graph_safe: bool
     host_resident: bool
@@ -134,6 +135,10 @@ def _check_values(traits: Traits, where: str) -> None:
         raise refuse("indexes", "'all', 'prompt' or 'none'")
     if not isinstance(traits.needs, frozenset | set) or not traits.needs <= set(get_args(Need)):
         raise refuse("needs", f"a frozenset of {', '.join(get_args(Need))}")
+    if traits.candidate_ratios is not None:
+        starts, ratios = zip(*traits.candidate_ratios, strict=True)
+        if starts[0] != 0 or list(starts) != sorted(set(starts)) or not all(0 < ratio <= 1 for ratio in ratios):
+            raise refuse("candidate_ratios", "ascending lengths, the first 0, each with a ratio in (0, 1]")
     for name in ("selects_per_query_head", "reads_steady", "graph_safe", "host_resident"):
         if not isinstance(getattr(traits, name), bool):
             raise refuse(name, "a bool")

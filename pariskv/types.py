@@ -205,6 +205,7 @@ class Prefill(ABC):
 
     lengths: list[int]  # zone tokens of each row that is to be fitted, 0 of the others
     query_moment: Tensor | None  # [B, H, D, D] float64, the sum of q q^T over the row's tokens and the group
+    model_moment: Tensor | None = None  # [H, D, D] float32, its mean over texts that the model was calibrated on
     recent_queries: Tensor | None  # [B, H, G, RECENT_QUERIES, D], zeros in front where the row is shorter
     rotary: Rotary | None  # by zone-relative positions; needs "pre_rope"
     store: Store | None  # the layer's store, for a format that teaches its own; None where a format is tried alone
@@ -212,6 +213,10 @@ class Prefill(ABC):
     @abstractmethod
     def blocks(self, row: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values [H, n, D] of one row's zone, block by block, from the store."""
+
+    @abstractmethod
+    def dense(self, row: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [H, m, D] of what is in no zone: a row's sink, then its newest tokens."""
 
     @abstractmethod
     def pre_rope_blocks(self, row: int) -> Iterator[Tensor]:

@@ -133,7 +133,7 @@ def make_inputs(settings: Settings, tokens: int, device: torch.device) -> Inputs
     from pariskv_kernels.select import select_by_votes
     from pariskv_kernels.srht import rotate_group_mean
     from pariskv_kernels.tiers import tier_table
-    from pariskv_plugins.paris.coarse import COLLIDING
+    from pariskv_plugins.paris.paper import COLLIDING
 
     def random(*size: int) -> Tensor:
         return torch.randn(settings.batch, settings.kv_heads, *size, dtype=settings.dtype, device=device)
@@ -174,7 +174,7 @@ def kernels(top_ks: tuple[int, ...]) -> list[Kernel]:
     from pariskv_kernels.select import select_by_votes
     from pariskv_kernels.srht import rotate_group_mean
     from pariskv_kernels.tiers import tier_table
-    from pariskv_plugins.paris.coarse import COLLIDING
+    from pariskv_plugins.paris.paper import COLLIDING
 
     return [
         Kernel(

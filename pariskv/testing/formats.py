@@ -37,6 +37,7 @@ class PromptView(Prefill):
         layer, needs = case.layer, case.made.needs
         queries = torch.nn.functional.normalize(case.heads.double(), dim=-1)
         self.query_moment = queries.mT @ queries if "query_moment" in needs else None
+        self.model_moment = (queries.mT @ queries).sum(0).float() if "model_moment" in needs else None
         recent = case.heads.unsqueeze(3).expand(-1, -1, -1, RECENT_QUERIES, layer.head_dim)
         self.recent_queries = recent if "recent_queries" in needs else None
         self.rotary = NoRotation() if "pre_rope" in needs else None
@@ -45,6 +46,9 @@ class PromptView(Prefill):
     def blocks(self, row: int) -> Iterator[tuple[Tensor, Tensor]]:
         for start, stop in split(self.lengths[row], 128 * self.case.made.block):
             yield self.case.keys[row, :, start:stop], self.case.values[row, :, start:stop]
+
+    def dense(self, row: int) -> tuple[Tensor, Tensor]:
+        return -self.case.keys[row, :, :8], self.case.values[row, :, :8]
 
     def pre_rope_blocks(self, row: int) -> Iterator[Tensor]:
         for keys, _ in self.blocks(row):

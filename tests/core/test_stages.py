@@ -135,7 +135,7 @@ WANTED = "wanted exactly (query, selection, codes, top_k)"
         (type("A", (Rerank,), {"indexes": "some"}), "indexes is 'some', wanted 'all', 'prompt' or 'none'"),
         (
             type("A", (Rerank,), {"needs": ["keys"]}),
-            "needs is ['keys'], wanted a frozenset of query_moment, recent_queries, pre_rope",
+            "needs is ['keys'], wanted a frozenset of query_moment, model_moment, recent_queries, pre_rope",
         ),
         (
             type("A", (Rerank,), {"needs": frozenset({"keys"})}),

@@ -80,7 +80,7 @@ def test_wrong_arguments_are_named() -> None:
         combine_scores(products, offset, steady, "mean", 1.0)
     with pytest.raises(ValueError, match="steady: wanted shape"):
         combine_scores(products, offset, steady[:1], "max_logit", 1.0)
-    with pytest.raises(TypeError, match="products: wanted dtype torch.float32"):
+    with pytest.raises(TypeError, match=r"products: wanted dtype torch\.float32"):
         combine_scores(products.double(), offset, steady, "max_logit", 1.0)
     with pytest.raises(ValueError, match="rotated: wanted shape"):
         estimate_scores_by_head(

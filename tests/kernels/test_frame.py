@@ -74,7 +74,7 @@ def test_wrong_arguments_are_named() -> None:
     keys, centre, matrix, power = problem(64, 64, 5)
     with pytest.raises(ValueError, match="centre: wanted shape"):
         to_frame(keys, centre[:, :2], matrix, power)
-    with pytest.raises(TypeError, match="matrix: wanted dtype torch.float32"):
+    with pytest.raises(TypeError, match=r"matrix: wanted dtype torch\.float32"):
         to_frame(keys, centre, matrix.double(), power)
     with pytest.raises(ValueError, match="matrix: wanted a power of two of columns, got 48"):
         to_frame(keys, centre, matrix[..., :48].contiguous(), power)

@@ -72,7 +72,7 @@ def test_the_highest_vote_fits_a_byte_and_unused_entries_do_no_harm(subspaces: i
 
 
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(TypeError, match="rotated: wanted dtype torch.float32"):
+    with pytest.raises(TypeError, match=r"rotated: wanted dtype torch\.float32"):
         linear_table(torch.zeros(1, 1, 64, dtype=torch.float64), 8)
     with pytest.raises(ValueError, match="rotated: wanted a multiple of 8 coordinates, got 60"):
         linear_table(torch.zeros(1, 1, 60), 8)
@@ -81,5 +81,5 @@ def test_wrong_arguments_are_named() -> None:
     signs, table = torch.zeros(1, 1, 8, 5, dtype=torch.uint8), torch.zeros(1, 1, 8, 256, dtype=torch.uint8)
     with pytest.raises(ValueError, match="norms: wanted shape"):
         collide_scaled(signs, table, lengths(5), torch.zeros(1, 1, 4, dtype=torch.uint8))
-    with pytest.raises(TypeError, match="norms: wanted dtype torch.uint8"):
+    with pytest.raises(TypeError, match=r"norms: wanted dtype torch\.uint8"):
         collide_scaled(signs, table, lengths(5), torch.zeros(1, 1, 5))

@@ -28,10 +28,11 @@ def budget_of(counts: list[int], width: int) -> Budget:
 
 
 def filled(retriever: Any, layer: LayerInfo, keys: Tensor, lengths: list[int], state: Tensors) -> Codes:
-    """Codes of keys [B, H, N, D], each row encoded alone; NaN in everything past a row's length."""
+    """Codes of keys [B, H, N, D], each row encoded alone; NaN, or 255, in everything past a row's length."""
     codes: Codes = retriever.allocate_codes(layer, keys.shape[2])
-    for field in codes.fields.values():
-        field.fill_(float("nan"))
+    for name, field in codes.fields.items():
+        if codes.spec[name].reduce is None:
+            field.fill_(float("nan") if field.is_floating_point() else 255)
     for row, length in enumerate(lengths):
         own = {name: tensor[row : row + 1] for name, tensor in state.items()}
         block = keys[row : row + 1, :, :length]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pariskv_plugins.exact import Exact
-from pariskv_plugins.paris import ParisKV
+from pariskv_plugins.paris import ParisPaper
 from pariskv_plugins.resident import Resident
 from torch import Tensor
 
@@ -81,7 +81,7 @@ def top(scores: Tensor, length: Tensor, budget: Budget) -> Selection:
 def test_what_keeps_the_contract_passes() -> None:
     check_retriever(Pages())
     check_retriever(Pages(), dtype=torch.bfloat16, head_dim=96, lengths=(5, 700))
-    check_retriever(ParisKV(), recall_floor=0.5)
+    check_retriever(ParisPaper(), recall_floor=0.5)
     check_retriever(Resident())
 
 
@@ -301,7 +301,7 @@ def test_a_broken_rerank_is_found(name: str) -> None:
 
 
 def test_a_wrong_encode_query_is_found() -> None:
-    class NoRows(ParisKV):
+    class NoRows(ParisPaper):
         @hookimpl
         def encode_query(self, heads: Tensor, state: Tensors) -> Tensors:
             return {"rotated": torch.zeros(64)}

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from pariskv_plugins.exact import COMBINE, Exact, Options
-from pariskv_plugins.paris import ParisKV
+from pariskv_plugins.paris import ParisPaper
 from pariskv_plugins.resident import Resident
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,7 +39,7 @@ def no_host() -> AbstractContextManager[object]:
 
 
 @pytest.mark.parametrize(
-    "make", [ParisKV, *(lambda name=name: Exact(Options(name)) for name in (*COMBINE, "per_query_head"))]
+    "make", [ParisPaper, *(lambda name=name: Exact(Options(name)) for name in (*COMBINE, "per_query_head"))]
 )
 def test_a_step_never_asks_the_host(make: Callable[[], Any]) -> None:
     retriever, resident = make(), Resident()

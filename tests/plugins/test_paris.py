@@ -9,8 +9,8 @@ import pytest
 import torch
 from pariskv_kernels.tiers.naive import collision_targets
 from pariskv_plugins import paris
-from pariskv_plugins.paris import Options, ParisKV
-from pariskv_plugins.paris.coarse import COLLIDING
+from pariskv_plugins.paris import PaperOptions, ParisPaper
+from pariskv_plugins.paris.paper import COLLIDING
 from torch import Tensor
 
 from pariskv.errors import ConfigError, PluginContractError
@@ -22,7 +22,7 @@ def layer_of(batch: int, heads: int, group: int, dim: int, dtype: torch.dtype = 
     return LayerInfo(0, batch, heads, group, dim, dtype, torch.device("cpu"), dim**-0.5)
 
 
-def filled(retriever: ParisKV, layer: LayerInfo, keys: Tensor, lengths: list[int], capacity: int) -> Codes:
+def filled(retriever: ParisPaper, layer: LayerInfo, keys: Tensor, lengths: list[int], capacity: int) -> Codes:
     codes = retriever.allocate_codes(layer, capacity)
     for row, length in enumerate(lengths):
         block = keys[row : row + 1, :, :length]
@@ -31,7 +31,7 @@ def filled(retriever: ParisKV, layer: LayerInfo, keys: Tensor, lengths: list[int
     return codes
 
 
-def query_of(retriever: ParisKV, heads: Tensor) -> Query:
+def query_of(retriever: ParisPaper, heads: Tensor) -> Query:
     return Query(heads, retriever.encode_query(heads, {}), heads.shape[-1] ** -0.5)
 
 
@@ -48,22 +48,22 @@ def recall(found: Selection, best: Tensor) -> float:
 @pytest.mark.parametrize("m", [4, 8])
 def test_it_keeps_the_contract_with_wide_heads_in_float16(m: int) -> None:
     # The mean query of eight heads that have nothing in common finds less than each head's own would.
-    check_retriever(ParisKV(Options(m)), head_dim=256, group=8, dtype=torch.float16, recall_floor=0.3)
+    check_retriever(ParisPaper(PaperOptions(m)), head_dim=256, group=8, dtype=torch.float16, recall_floor=0.3)
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 63, 65), (0, 5)])
 def test_it_keeps_the_contract_on_short_histories(lengths: tuple[int, ...]) -> None:
-    check_retriever(ParisKV(), kv_heads=1, lengths=lengths)
+    check_retriever(ParisPaper(), kv_heads=1, lengths=lengths)
 
 
 def test_the_format_names_the_subspace_size() -> None:
-    assert ParisKV().format == "pariskv-m8"
-    assert ParisKV(Options(subspace_dim=4)).format == "pariskv-m4"
-    assert ParisKV().graph_safe
+    assert ParisPaper().format == "pariskv-m8"
+    assert ParisPaper(PaperOptions(subspace_dim=4)).format == "pariskv-m4"
+    assert ParisPaper().graph_safe
 
 
 def test_a_key_of_128_costs_112_bytes() -> None:
-    codes = ParisKV().allocate_codes(layer_of(1, 1, 1, 128), 1000)
+    codes = ParisPaper().allocate_codes(layer_of(1, 1, 1, 128), 1000)
     per_key = {name: field.nbytes / 1000 for name, field in codes.fields.items() if name != "counts"}
     assert per_key == {"signs": 16, "codes": 64, "weights": 32}
 
@@ -71,25 +71,25 @@ def test_a_key_of_128_costs_112_bytes() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"subspace_dim": 16}, r"pariskv: subspace_dim=16; set it to 4 or 8"),
-        ({"subspace_dim": 8.0}, r"pariskv: subspace_dim=8\.0; set it to 4 or 8"),
-        ({"seed": -1}, r"pariskv: seed=-1; set it to an integer"),
-        ({"seed": "42"}, r"pariskv: seed='42'; set it to an integer"),
-        ({"seed": True}, r"pariskv: seed=True; set it to an integer"),
+        ({"subspace_dim": 16}, r"pariskv-paper: subspace_dim=16; set it to 4 or 8"),
+        ({"subspace_dim": 8.0}, r"pariskv-paper: subspace_dim=8\.0; set it to 4 or 8"),
+        ({"seed": -1}, r"pariskv-paper: seed=-1; set it to an integer"),
+        ({"seed": "42"}, r"pariskv-paper: seed='42'; set it to an integer"),
+        ({"seed": True}, r"pariskv-paper: seed=True; set it to an integer"),
     ],
 )
 def test_an_invalid_option_is_an_error_that_says_what_to_set(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ParisKV(Options(**options))
+        ParisPaper(PaperOptions(**options))
 
 
 def test_heads_smaller_than_a_subspace_are_refused() -> None:
     with pytest.raises(ConfigError, match="the heads have 4 coordinates; set it to 4"):
-        ParisKV().allocate_codes(layer_of(1, 1, 1, 4), 10)
+        ParisPaper().allocate_codes(layer_of(1, 1, 1, 4), 10)
 
 
 def test_a_query_that_its_producer_did_not_encode_is_refused() -> None:
-    retriever, layer = ParisKV(), layer_of(1, 1, 1, 64)
+    retriever, layer = ParisPaper(), layer_of(1, 1, 1, 64)
     codes = retriever.allocate_codes(layer, 10)
     with pytest.raises(PluginContractError, match="pass what encode_query of the codes' producer returned"):
         retriever.coarse_select(Query(torch.randn(1, 1, 1, 64), None, 1.0), codes, budget_of([0], 1))
@@ -106,7 +106,7 @@ def test_the_module_registers_it_with_its_options() -> None:
             raise AssertionError
 
     paris.register_retrievers(Recorder())
-    assert offered == [("pariskv", ParisKV, Options)]
+    assert offered == [("pariskv", paris.ParisKV, paris.Options), ("pariskv-paper", ParisPaper, PaperOptions)]
 
 
 def test_collision_targets_are_the_papers_ratios_rounded_up() -> None:
@@ -119,7 +119,7 @@ def test_collision_targets_are_the_papers_ratios_rounded_up() -> None:
 @pytest.mark.parametrize("m", [4, 8])
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_rows_of_a_ragged_batch_choose_exactly_what_they_choose_alone(m: int, group: int) -> None:
-    retriever, lengths = ParisKV(Options(m)), [1000, 65, 1, 0]
+    retriever, lengths = ParisPaper(PaperOptions(m)), [1000, 65, 1, 0]
     generator = torch.Generator().manual_seed(m)
     keys = torch.randn(4, 2, 1000, 96, generator=generator)
     heads = torch.randn(4, 2, group, 96, generator=generator)
@@ -140,7 +140,7 @@ def test_rows_of_a_ragged_batch_choose_exactly_what_they_choose_alone(m: int, gr
 
 
 def test_fewer_candidates_than_top_k_leave_the_rest_empty() -> None:
-    retriever = ParisKV()
+    retriever = ParisPaper()
     keys = torch.randn(2, 1, 20, 64, generator=torch.Generator().manual_seed(0))
     codes = filled(retriever, layer_of(2, 1, 1, 64), keys, [20, 3], 32)
     query = query_of(retriever, keys[:, :, :1])
@@ -152,7 +152,7 @@ def test_fewer_candidates_than_top_k_leave_the_rest_empty() -> None:
 
 
 def test_keys_that_are_all_the_same_are_chosen_in_order() -> None:
-    retriever = ParisKV()
+    retriever = ParisPaper()
     keys = torch.ones(1, 1, 100, 64)
     codes = filled(retriever, layer_of(1, 1, 1, 64), keys, [100], 128)
     query = query_of(retriever, keys[:, :, :1])
@@ -162,7 +162,7 @@ def test_keys_that_are_all_the_same_are_chosen_in_order() -> None:
 
 
 def test_zero_keys_are_indexed_and_found_last() -> None:
-    retriever = ParisKV()
+    retriever = ParisPaper()
     keys = torch.randn(1, 1, 100, 64, generator=torch.Generator().manual_seed(0))
     keys[:, :, ::2] = 0
     query = query_of(retriever, keys[:, :, 1:2])
@@ -172,7 +172,7 @@ def test_zero_keys_are_indexed_and_found_last() -> None:
 
 
 def test_a_zero_query_chooses_something() -> None:
-    retriever = ParisKV()
+    retriever = ParisPaper()
     keys = torch.randn(1, 1, 100, 64, generator=torch.Generator().manual_seed(0))
     codes = filled(retriever, layer_of(1, 1, 2, 64), keys, [100], 128)
     query = query_of(retriever, torch.zeros(1, 1, 2, 64))
@@ -184,7 +184,7 @@ def test_a_zero_query_chooses_something() -> None:
 # Measured over four seeds: candidates 0.967 to 1.0, final 0.902 to 0.95.
 @pytest.mark.parametrize(("dim", "m"), [(64, 8), (64, 4), (80, 8), (128, 8), (128, 4), (256, 8)])
 def test_half_of_the_gaussian_keys_as_candidates_find_the_best_100(dim: int, m: int) -> None:
-    retriever, N = ParisKV(Options(m)), 4000
+    retriever, N = ParisPaper(PaperOptions(m)), 4000
     generator = torch.Generator().manual_seed(dim)
     keys, heads = torch.randn(1, 4, N, dim, generator=generator), torch.randn(1, 4, 1, dim, generator=generator)
     codes = filled(retriever, layer_of(1, 4, 1, dim), keys, [N], N)
@@ -196,7 +196,7 @@ def test_half_of_the_gaussian_keys_as_candidates_find_the_best_100(dim: int, m: 
 
 
 def test_codes_grow_and_keep_their_choice() -> None:
-    retriever = ParisKV()
+    retriever = ParisPaper()
     keys = torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(0))
     codes = filled(retriever, layer_of(1, 2, 1, 64), keys, [300], 300)
     query, budget = query_of(retriever, keys[:, :, :1]), budget_of([100], 100)

@@ -44,6 +44,9 @@ class PromptOf(Prefill):
         for start, stop in ((0, length // 3), (length // 3, length)):
             yield self.keys[row, :, start:stop], self.keys[row, :, start:stop]
 
+    def dense(self, row: int) -> tuple[Tensor, Tensor]:
+        raise AssertionError
+
     def pre_rope_blocks(self, row: int) -> Iterator[Tensor]:
         raise AssertionError
 

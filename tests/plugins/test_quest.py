@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pariskv_plugins.exact import COMBINE, Exact
-from pariskv_plugins.paris import ParisKV
+from pariskv_plugins.paris import ParisPaper
 from pariskv_plugins.quest import Options, Quest, least_and_most
 from pariskv_plugins.resident import Resident
 from tiny_models import dense_generate, prompt, tiny_model
@@ -223,12 +223,12 @@ def test_an_invalid_option_is_an_error_that_says_what_to_set(options: dict[str, 
 
 
 @pytest.mark.parametrize("combine", [PER_HEAD, "max_logit"])
-@pytest.mark.parametrize("reranker", [ParisKV, Exact])
+@pytest.mark.parametrize("reranker", [ParisPaper, Exact])
 def test_its_candidates_can_be_reranked_by_another(reranker: type, combine: str) -> None:
     quest, query, codes, keys = problem(combine)
     other = reranker()
     candidates = quest.coarse_select(query, codes, budget_of([80, 32, 0], 80))
-    encoded = other.encode_query(query.heads, {}) if reranker is ParisKV else None
+    encoded = other.encode_query(query.heads, {}) if reranker is ParisPaper else None
     reading = filled_without_nan(other, keys)
     final: Selection = other.rerank(Query(query.heads, encoded, 0.3), candidates, reading, 10)
     assert final.indices.shape == (3, 2, 10)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest_cuda import needs_gpu
 from pariskv_plugins.exact import Exact
-from pariskv_plugins.paris import ParisKV
+from pariskv_plugins.paris import ParisPaper
 from pariskv_plugins.resident import Resident
 from pariskv_plugins.retroinfer import Options, RetroInfer
 from tiny_models import dense_generate, language_model, prompt, tiny_model
@@ -265,7 +265,7 @@ def test_a_key_of_128_costs_34_bytes() -> None:
 # Among the others
 
 
-@pytest.mark.parametrize("other", [Exact, ParisKV])
+@pytest.mark.parametrize("other", [Exact, ParisPaper])
 def test_another_retriever_reranks_its_members_and_keeps_the_estimate(other: Any) -> None:
     problem, reranker = Problem(), other()
     codes = reranker.allocate_codes(layer_of(3, HEADS, GROUP, DIM), 256)

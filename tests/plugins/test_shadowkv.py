@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest_cuda import needs_gpu
 from pariskv_plugins.exact import Exact
-from pariskv_plugins.paris import ParisKV
+from pariskv_plugins.paris import ParisPaper
 from pariskv_plugins.resident import Resident
 from pariskv_plugins.shadowkv import Landmarks, Options, ShadowKV, make
 from pariskv_plugins.shadowkv.lowrank import ShadowStore
@@ -64,6 +64,9 @@ class View(Prefill):
     def blocks(self, row: int) -> Iterator[tuple[Tensor, Tensor]]:
         for start in range(0, self.lengths[row], 64):
             yield self.rows.read(row, start, min(start + 64, self.lengths[row]))
+
+    def dense(self, row: int) -> tuple[Tensor, Tensor]:
+        raise AssertionError
 
     def pre_rope_blocks(self, row: int) -> Iterator[Tensor]:
         start = 0
@@ -322,7 +325,7 @@ def test_another_retrievers_store_is_refused() -> None:
 # Among the others
 
 
-@pytest.mark.parametrize("other", [Exact, ParisKV])
+@pytest.mark.parametrize("other", [Exact, ParisPaper])
 def test_another_retriever_reranks_its_chunks(other: Any) -> None:
     problem, reranker = Problem(), other()
     codes = reranker.allocate_codes(problem.layer, 256)

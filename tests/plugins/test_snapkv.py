@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pariskv_plugins import snapkv as snapkv_module
-from pariskv_plugins.paris import ParisKV
+from pariskv_plugins.paris import ParisPaper
 from pariskv_plugins.resident import Resident
 from pariskv_plugins.snapkv import Options, SnapKV, mean_attention
 from tiny_models import dense_generate, prompt, tiny_model
@@ -41,6 +41,9 @@ class Prompt(Prefill):
         for start in range(0, self.lengths[row], 7):
             keys = self.keys[row, :, start : min(start + 7, self.lengths[row])]
             yield keys, keys
+
+    def dense(self, row: int) -> tuple[Tensor, Tensor]:
+        raise AssertionError
 
     def pre_rope_blocks(self, row: int) -> Iterator[Tensor]:
         raise AssertionError
@@ -164,7 +167,7 @@ def test_a_step_never_asks_the_host() -> None:
 
 
 def test_pariskv_reranks_what_is_kept() -> None:
-    snapkv, paris, prompt = SnapKV(Options(keep=20)), ParisKV(), Prompt(LAYER, LENGTHS, REAL)
+    snapkv, paris, prompt = SnapKV(Options(keep=20)), ParisPaper(), Prompt(LAYER, LENGTHS, REAL)
     state, heads = snapkv.fit(LAYER, prompt), torch.randn(3, 2, 3, 16, generator=torch.Generator().manual_seed(1))
     codes = filled(snapkv, LAYER, prompt.keys, LENGTHS, state)
     kept = snapkv.coarse_select(query_of(snapkv, heads, state), codes, budget_of([30, 9, 0], 30))

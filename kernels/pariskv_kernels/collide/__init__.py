@@ -43,7 +43,7 @@ def collide(signs: Tensor, table: Tensor, lengths: Tensor, max_weight: int = MAX
 
 
 def collide_scaled(signs: Tensor, table: Tensor, lengths: Tensor, norms: Tensor | None) -> Votes:
-    """Votes by a `linear_table`, times the keys' norms: an estimate of the inner product on a logarithmic scale of a byte.
+    """Votes by a `linear_table`, times the keys' norms: estimated inner products on a logarithmic scale of a byte.
 
     signs       [B, H, S, N]    uint8, one bit-packed sign pattern per subspace
     table       [B, H, S, 2^m]  uint8, of `linear_table`

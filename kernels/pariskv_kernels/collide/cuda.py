@@ -1,4 +1,7 @@
-"""`collide` and `collide_scaled` on a GPU: a thread adds the votes of eight keys that lie side by side, two in each 32-bit register."""
+"""`collide` and `collide_scaled` on a GPU: a thread adds the votes of eight keys that lie side by side.
+
+Two of them share a 32-bit register.
+"""
 
 from __future__ import annotations
 

@@ -115,8 +115,8 @@ def combine(products, offset, steady, sums, combined, scaling, softcap):
             score[g] = np.float32(score[g] - whole[g])
             best = max(best, score[g])
         if HOW == 1 and best > -math.inf:
-            total = np.float32(0)
+            sum_of_shares = np.float32(0)
             for g in static(GROUP):
-                total += math.exp(score[g] - best)
-            best = np.float32(best + math.log(total))
+                sum_of_shares = np.float32(sum_of_shares + math.exp(score[g] - best))
+            best = np.float32(best + math.log(sum_of_shares))
         combined[b, h, c] = best
