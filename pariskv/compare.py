@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 from pariskv.bench.units import parse_count, parse_list
-from pariskv.config import DEFAULT, Config, GenerationConfig
+from pariskv.config import DEFAULT, Config
 from pariskv.decode import Batch, make_steps
 from pariskv.errors import CapacityError, ConfigError
 from pariskv.memory import refuse_if_too_large
 from pariskv.metrics import Fidelity, Mean, host_bytes_per_step, index_bytes_per_token, measure_logits
 from pariskv.registry import Registry
-from pariskv.replay import Clock, Tape, filled_layer, fitting_top_k, replay_layer
+from pariskv.replay import Clock, PassThrough, Tape, filled_layer, fitting_top_k, replay_layer
 from pariskv.resolve import Instance, Retrievers
-from pariskv.sampling import Sampler
 from pariskv.session import WHOLE_PROMPT
 from pariskv.window import Window
 
@@ -344,7 +343,7 @@ class _Contender:
         """The measures of the logits, and milliseconds a step."""
         reference, device = self.reference, self.reference.prompt.device
         runtime = self.comparison.config.runtime
-        run = make_steps(self.comparison.model, cache, Batch(reference.prompt), _Logits(), runtime, device)
+        run = make_steps(self.comparison.model, cache, Batch(reference.prompt), PassThrough(), runtime, device)
         clock = Clock(device)
         means = {name: Mean() for name in ("kl", "argmax_agreement")}
         for step in range(reference.steps):
@@ -361,13 +360,3 @@ class _Contender:
     def _advance(self) -> None:
         self.done += 1
         self.progress(f"{self.name}, top {self.budget}", self.done, self.total)
-
-
-class _Logits(Sampler):
-    """Stands where tokens are sampled, and hands on the logits [B, V]: the next token is known."""
-
-    def __init__(self) -> None:
-        super().__init__(GenerationConfig(), batch=1)
-
-    def choose(self, logits: Tensor, draws: Tensor) -> Tensor:
-        return logits

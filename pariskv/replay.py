@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from pariskv.cache import RequestState
+from pariskv.config import GenerationConfig
 from pariskv.decode import attend_layer
 from pariskv.layer import LayerState
 from pariskv.metrics import Observed, dense_truth, measure, refuse_outside
+from pariskv.sampling import Sampler
 from pariskv.types import Budget, Codes, LayerInfo, Query, Selected, Selection, Store, Tensors
 
 Learn = Callable[..., Tensors]
@@ -61,6 +63,16 @@ class LayerTrace:
         """Keys and values of everything that a step attends to, its own token included."""
         stop = self.prompt_tokens + step + 1
         return self.keys[:, :, :stop], self.values[:, :, :stop]
+
+
+class PassThrough(Sampler):
+    """Stands where tokens are sampled, and hands on the logits [B, V]: the next token is known."""
+
+    def __init__(self) -> None:
+        super().__init__(GenerationConfig(), batch=1)
+
+    def choose(self, logits: Tensor, draws: Tensor) -> Tensor:
+        return logits
 
 
 class Clock:

@@ -9,6 +9,7 @@ model.generate(**inputs, cache=ParisCache(model, config))
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -22,11 +23,12 @@ from transformers.cache_utils import (
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from pariskv.attention import dense_attention, weaken_by_sinks
-from pariskv.binding import bind
+from pariskv.binding import LayerPipeline, bind
 from pariskv.cache import RequestState, as_heads, window_of
 from pariskv.config import Config, load_config
 from pariskv.decode import attend_layer
 from pariskv.errors import ModelError
+from pariskv.integrations.calibration import find_calibration
 from pariskv.integrations.compiled import is_running, layer_step
 from pariskv.integrations.geometry import Geometry, refuse_missing_rotary, supported_layers
 from pariskv.integrations.rotary import rotary_of
@@ -65,7 +67,7 @@ class ParisCache(Cache):
         self.geometry = geometry = Geometry(model, text_config)
         windows = {index: window_of(pipeline, config.window, index) for index, pipeline in pipelines.items()}
         self.planner = Planner(config.prefill.history, geometry.expected_info, pipelines, windows, model.device)
-        self.request = RequestState(pipelines, config.window, rotary, self.planner.history)
+        self.request = RequestState(pipelines, config.window, rotary, self.planner.history, _moments(model, pipelines))
         super().__init__(
             layers=[
                 ParisLayer(index, self.request, geometry)
@@ -148,6 +150,14 @@ class DenseCache(DynamicCache):
     def nbytes(self) -> int:
         """Keys and values that it holds."""
         return _held_bytes(self)
+
+
+def _moments(model: PreTrainedModel, pipelines: Mapping[int, LayerPipeline]) -> dict[int, Tensor]:
+    """The query moments of the model's calibration, where a format wants them and one is kept."""
+    if not any("model_moment" in encoder.needs for pipeline in pipelines.values() for encoder in pipeline.encoders):
+        return {}
+    found = find_calibration(model)
+    return {} if found is None else {index: moment.to(model.device) for index, moment in found.moments.items()}
 
 
 def _held_bytes(cache: Cache) -> int:

@@ -45,9 +45,12 @@ def _query(case: Case, state: Tensors, rows: Sequence[int]) -> Query:
         for name, tensor in encoded.items():
             if tensor.dim() == 0 or tensor.shape[0] != len(rows):
                 raise case.wrong("encode_query", f"{name} is {list(tensor.shape)}; the first axis must be the rows")
-    # Between the largest and the smallest score of any token: some heads look elsewhere, some do not.
-    steady = heads.float().sum(-1) if case.traits.reads_steady else None
-    return Query(heads, encoded, case.layer.scaling, case.layer.softcap, steady)
+    return Query(heads, encoded, case.layer.scaling, case.layer.softcap, steady_of(case, heads))
+
+
+def steady_of(case: Case, heads: Tensor) -> Tensor | None:
+    """A log-sum-exp for each head where one is wanted; large or small, so that some heads look elsewhere."""
+    return heads.float().sum(-1) if case.traits.reads_steady else None
 
 
 def _budget(case: Case, rows: Sequence[int], of: Sequence[int] | None = None) -> Budget:
@@ -164,9 +167,13 @@ def _row_of(selection: Selection, row: int) -> Selection:
 
 def check_recall(case: Case, selection: Selection, floor: float) -> None:
     scores = case.heads.float() @ case.keys.float().mT * case.layer.scaling  # [B, H, G, N]
+    steady = steady_of(case, case.heads)
     found = wanted = 0
     for row, head in ((row, head) for row in case.rows for head in range(case.layer.kv_heads)):
-        mass = scores[row, head, :, : case.lengths[row]].softmax(-1).sum(0)
+        mass = scores[row, head, :, : case.lengths[row]]
+        if steady is not None:
+            mass = torch.cat((mass, steady[row, head].unsqueeze(-1)), dim=-1)
+        mass = mass.softmax(-1).sum(0)[: case.lengths[row]]
         best = set(mass.topk(min(case.top_k, case.lengths[row])).indices.tolist())
         found += len(best & _tokens(selection, row, head))
         wanted += len(best)

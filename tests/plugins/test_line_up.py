@@ -259,6 +259,7 @@ class Borrowing(Retriever):
     """Reranks by the keys that somebody else keeps."""
 
     reads = "keys"
+    reads_steady = True
 
     @hookimpl
     def rerank(self, query: Query, selection: Selection, codes: Codes, top_k: int) -> Selection:

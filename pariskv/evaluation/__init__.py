@@ -1,0 +1,8 @@
+"""Instruments: how much of dense attention a retriever finds on real texts, as it drifts, and in the needle test.
+
+fidelity.py   along a text, layer by layer, against dense attention
+drift.py      recall while generation moves away from the prompt, of a real model or synthetic keys
+needle.py     the needle grid, length by depth
+results.py    what they have in common: JSON, tables, pictures, a self-contained HTML report
+cli.py        `pariskv eval`
+"""
