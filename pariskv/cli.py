@@ -1,4 +1,4 @@
-"""The command line: `pariskv run | compare | plugins | config | model | bench`.
+"""The command line: `pariskv run | compare | eval | calibrate | plugins | config | model | bench`.
 
 What a user can mend is one line on standard error and exit code 2; Ctrl-C is exit code 130.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pariskv.bench.cli import bench_app
-from pariskv.config import Config, layer_range, load_config, to_yaml
+from pariskv.config import Config, layer_range, load_config, parse_config, to_yaml
 from pariskv.errors import ConfigError, ParisKVError
+from pariskv.evaluation.cli import eval_app
 
 if TYPE_CHECKING:
     from pariskv.compare_output import Results
@@ -43,6 +45,7 @@ model_app = typer.Typer(help="Put models on this machine.")
 app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
 app.add_typer(bench_app, name="bench")
+app.add_typer(eval_app, name="eval")
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file")]
 Overrides = Annotated[
@@ -154,7 +157,7 @@ def _show(ours: Run, dense: Run | None) -> None:
     columns = [("pariskv", ours.report)]
     if dense is not None and dense.report is not None:
         columns.append(("dense", dense.report))
-    _console().print(as_table(columns))
+    wide_console().print(as_table(columns))
     if dense is not None and not dense.interrupted:
         _say(f"the texts {'agree' if dense.text == ours.text else 'differ'}")
     if ours.interrupted:
@@ -196,7 +199,7 @@ def compare(
     session, found, interrupted = Session.load(settings), Results(), False
     comparison = Comparison(session.model, settings, wanted)
     chat = "off" if text is None else settings.generation.chat
-    with _described_progress() as progress:
+    with described_progress() as progress:
         try:
             for budget, row in comparison.rows(text or session.needle().prompt, chat, progress):
                 found.add(budget, row)
@@ -217,13 +220,13 @@ def _show_comparison(
         print(json.dumps({"manifest": make_manifest("compare", plain, config), "rows": found.to_json()}))
     else:
         for table in found.tables():
-            _console(200).print(table)
+            wide_console(200).print(table)
     if plot is not None:
         found.draw(plot)
 
 
 @contextmanager
-def _described_progress() -> Iterator[Any]:
+def described_progress() -> Iterator[Any]:
     """A bar on standard error that says what it is about; gone in the end, none where nobody watches."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
@@ -246,7 +249,7 @@ def plugins(as_json: AsJson = False) -> None:
     for row in rows:
         stages = ", ".join(row.stages)
         table.add_row(row.name, row.distribution, row.version, stages, row.format or "", row.error or "")
-    _console().print(table)
+    wide_console().print(table)
 
 
 @config_app.command()
@@ -272,15 +275,44 @@ def _check_names(config: Config) -> None:
     bind(config, last + 2, Registry.load(), {*first, last + 1})
 
 
+@app.command()
+def calibrate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    text_file: Annotated[
+        list[Path] | None, typer.Option(help="a text to read, may be repeated; without one, prose and source code")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="tokens of each text, 2048 without")] = None,
+) -> None:
+    """Measure once what a model's queries look like, and keep it: the retriever `pariskv` encodes keys by it."""
+    from pariskv.evaluation import cli
+
+    cli.calibrate(load_config(config, overrides or []), text_file or [], tokens)
+
+
 @model_app.command()
 def fetch(name: Annotated[str, typer.Argument(help="smollm2-135m")]) -> None:
     """Download a model and make it ready, where the hub cannot be reached too."""
     from pariskv.integrations.fetch import fetch_model
+    from pariskv.integrations.models import DEFAULT_MODEL
 
     fetch_model(name, Console())
+    if name == DEFAULT_MODEL:
+        _calibrate_once(name)
 
 
-def _console(width: int = 160) -> Console:
+def _calibrate_once(name: str) -> None:
+    """Calibrate a model that was just fetched, unless that was done before."""
+    from pariskv.integrations.calibrate import ensure_calibrated
+    from pariskv.integrations.language_model import LanguageModel
+
+    started = time.perf_counter()
+    model = LanguageModel.load(parse_config({"model": {"name": name}}))
+    if path := ensure_calibrated(model):
+        _say(f"calibrate on texts of the standard library, once: {time.perf_counter() - started:.1f} s, {path}")
+
+
+def wide_console(width: int = 160) -> Console:
     """Standard output, as wide as a table needs where it is not a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=width)

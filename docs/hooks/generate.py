@@ -113,7 +113,7 @@ def bytes_per_token(retriever: Any, head_dim: int) -> int:
 
 
 def budget() -> str:
-    from pariskv_plugins.paris.coarse import COLLIDING
+    from pariskv_plugins.paris.paper import COLLIDING
 
     from pariskv.budget import AUTO_RATIOS
 

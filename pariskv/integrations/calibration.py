@@ -12,6 +12,7 @@ import hashlib
 import json
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,8 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
         save_file(moments, partial, header)
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise ModelError(
             f"{path}: the calibration cannot be written: {error}; set PARISKV_CACHE to another folder"
         ) from error

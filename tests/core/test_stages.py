@@ -139,7 +139,7 @@ WANTED = "wanted exactly (query, selection, codes, top_k)"
         ),
         (
             type("A", (Rerank,), {"needs": frozenset({"keys"})}),
-            "needs is frozenset({'keys'}), wanted a frozenset of query_moment, recent_queries, pre_rope",
+            "needs is frozenset({'keys'}), wanted a frozenset of query_moment, model_moment, recent_queries, pre_rope",
         ),
         (type("A", (Rerank,), {"graph_safe": 1}), "graph_safe is 1, wanted a bool"),
         (type("A", (Rerank,), {"selects_per_query_head": None}), "selects_per_query_head is None, wanted a bool"),

@@ -436,7 +436,7 @@ def test_pariskv_reranks_its_candidates() -> None:
     got, cache = generated(model, ids, config, NEW)
     assert torch.equal(got, want)
     assert sorted(cache.request.layers[1].codes) == ["it", "pqcache"]
-    assert sorted(cache.request.layers[1].states) == ["pqcache"]
+    assert sorted(cache.request.layers[1].states) == ["it", "pqcache"]
     small = config_of("pariskv", coarse_select="pqcache", candidates=0.5, top_k=4)
     less, cache = generated(model, ids, small, NEW)
     assert less.shape == (1, NEW)

@@ -1,0 +1,114 @@
+"""The commands under `pariskv eval`: a configuration and options in, a table or JSON out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pariskv import texts
+from pariskv.config import DEFAULT, Config, load_config
+
+if TYPE_CHECKING:
+    from pariskv.evaluation.fidelity import Measured
+
+eval_app = typer.Typer(help="Measure how much of dense attention a configuration finds.")
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[key=value ...]", help="values that replace the file's")
+]
+
+
+@eval_app.callback()
+def evaluate() -> None:
+    """Measure how much of dense attention a configuration finds."""
+
+
+@eval_app.command()
+def fidelity(
+    context: typer.Context,
+    config: ConfigPath,
+    overrides: Overrides = None,
+    text_file: Annotated[
+        list[Path] | None,
+        typer.Option(help="a text, may be repeated; without one, two of prose and two of source code"),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="tokens of a text that are the prompt")] = 4000,
+    steps: Annotated[int, typer.Option(min=1, help="tokens after it that are decoded, teacher-forced")] = 32,
+    top_k: Annotated[int | None, typer.Option(min=1, help="rows fetched per key/value head and step")] = None,
+    candidates: Annotated[str | None, typer.Option(help="auto, a ratio such as 0.1, or a count of tokens")] = None,
+    preset: Annotated[str | None, typer.Option(help="one retriever in every layer, such as pariskv-paper")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
+) -> None:
+    """Along real texts, against dense attention: recall, mass, output error by layer, and the next token."""
+    from pariskv.bench.manifest import make_manifest
+    from pariskv.cli import described_progress, wide_console
+    from pariskv.compare import check_names, config_for
+    from pariskv.evaluation.fidelity import measure_fidelity
+    from pariskv.integrations.language_model import LanguageModel
+    from pariskv.registry import Registry
+
+    given = [f"layers.default.{key}={value}" for key, value in (("top_k", top_k), ("candidates", candidates)) if value]
+    settings = load_config(config, [*(overrides or []), *given])
+    if preset is not None:
+        check_names(settings, [preset], Registry.load())
+        settings = config_for(settings, preset, settings.layers[DEFAULT].top_k or 1)
+    samples = {str(file): texts.read_text(file) for file in text_file or []}
+    samples = samples or {name: text() for name, text in texts.STANDARD.items()}
+    model = LanguageModel.load(settings)
+    with described_progress() as progress:
+        found = measure_fidelity(model, settings, samples, tokens, steps, progress=progress)
+    if as_json:
+        manifest = make_manifest("eval fidelity", _plain(context.params), settings)
+        manifest["measured"] = {"texts": found.texts, "sha256": {name: texts.sha256(s) for name, s in samples.items()}}
+        print(json.dumps({"manifest": manifest, "layers": found.layers(), "summary": found.summary()}))
+    else:
+        _show(found, wide_console())
+
+
+def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in arguments.items()}
+    plain["text_file"] = [str(path) for path in arguments.get("text_file") or []]
+    return plain
+
+
+HEADS = ("candidate_recall", "recall", "mass_ratio", "output_error")
+
+
+def _show(found: Measured, console: Console) -> None:
+    table = Table("layer", *(name.replace("_", " ") for name in HEADS), title="by layer", title_justify="left")
+    for row in found.layers():
+        table.add_row(str(row["layer"]), *(_number(row[name]) for name in HEADS))
+    console.print(table)
+    summary = found.summary()
+    table = Table("text", *(name.replace("_", " ") for name in summary), title="by text", title_justify="left")
+    for name, means in found.texts.items():
+        table.add_row(name, *(_number(value) for value in means.values()))
+    table.add_section()
+    table.add_row("all", *(_number(value) for value in summary.values()))
+    console.print(table)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def calibrate(config: Config, text_files: list[Path], tokens: int | None) -> None:
+    """The work of `pariskv calibrate`: measure the model's queries, keep them, say where."""
+    from pariskv.cli import described_progress
+    from pariskv.integrations.calibrate import TOKENS, calibrate
+    from pariskv.integrations.calibration import file_of, save_calibration
+    from pariskv.integrations.language_model import LanguageModel
+
+    samples = [texts.read_text(file) for file in text_files] or [text() for text in texts.CALIBRATION.values()]
+    model = LanguageModel.load(config)
+    with described_progress() as progress:
+        found = calibrate(model, samples, tokens or TOKENS, lambda done, total: progress("calibrating", done, total))
+    path = file_of(model.model)
+    save_calibration(found, path)
+    print(f"{config.model.name}: queries of {found.about['tokens']:,} tokens in {len(found.moments)} layers, {path}")

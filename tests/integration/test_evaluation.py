@@ -1,0 +1,133 @@
+"""Fidelity along a text: figures against the oracle and dense attention, what is refused, and the command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import language_model, prompt, tiny_model
+
+from pariskv import parse_config, texts
+from pariskv.cli import main
+from pariskv.config import Config
+from pariskv.decode import Batch
+from pariskv.errors import CapacityError, ConfigError
+from pariskv.evaluation.fidelity import SUMMARY, measure_fidelity
+
+
+def config_of(retriever: str, **layer: Any) -> Config:
+    return parse_config(
+        {
+            "layers": {"default": {"retriever": retriever, **layer}},
+            "window": {"sink": 4, "local": 8, "update_interval": 8, "dense_below": 0},
+        }
+    )
+
+
+def readable(context: int | None = None) -> Any:
+    """A tiny model to which a text is its length in random tokens."""
+    made = language_model(tiny_model("llama", torch.float32))
+    made.encode = lambda prompts, chat="off": Batch(prompt(len(prompts[0]), seed=len(prompts[0])))
+    made.context_length = context
+    return made
+
+
+def test_of_everything_retrieved_nothing_is_lost() -> None:
+    found = measure_fidelity(readable(), config_of("exact", top_k=400), {"one": "a" * 200, "two": "b" * 190}, 150, 12)
+    summary = found.summary()
+    assert tuple(summary) == SUMMARY
+    for name in ("candidate_recall", "recall", "mass_ratio", "argmax_agreement"):
+        assert summary[name] == pytest.approx(1, abs=1e-6)
+    assert summary["output_error"] == pytest.approx(0, abs=1e-4)
+    assert summary["kl"] == pytest.approx(0, abs=1e-6)
+    assert list(found.texts) == ["one", "two"]
+    assert [row["layer"] for row in found.layers()] == sorted(row["layer"] for row in found.layers())
+    assert all(len(row["heads"]["recall"]) > 1 for row in found.layers())
+
+
+def test_a_retriever_is_between_the_window_and_the_oracle() -> None:
+    mass = {}
+    for name in ("window", "pariskv", "exact"):
+        summary = measure_fidelity(readable(), config_of(name, top_k=8), {"one": "a" * 200}, 150, 8).summary()
+        assert summary["mass_ratio"] is not None
+        mass[name] = summary["mass_ratio"]
+    assert mass["window"] == 0
+    assert mass["exact"] == pytest.approx(1, abs=1e-5)
+    assert 0.5 < mass["pariskv"] < 1
+
+
+def test_the_summary_is_the_mean_of_the_texts() -> None:
+    found = measure_fidelity(readable(), config_of("pariskv", top_k=8), {"one": "a" * 200, "two": "b" * 190}, 150, 8)
+    for name, value in found.summary().items():
+        both = [found.texts[text][name] for text in ("one", "two")]
+        assert value == pytest.approx(sum(both) / 2), name  # type: ignore[arg-type]
+
+
+def test_texts_and_lengths_that_cannot_be_are_refused() -> None:
+    config = config_of("pariskv", top_k=8)
+    with pytest.raises(ConfigError, match=r"text 'one' has 100 tokens, wanted 162 \(--tokens and --steps together\)"):
+        measure_fidelity(readable(), config, {"one": "a" * 100}, 150, 12)
+    with pytest.raises(ConfigError, match="--tokens: got 15, all of which are attended to in any case; give 20"):
+        measure_fidelity(readable(), config, {"one": "a" * 100}, 15, 12)
+    with pytest.raises(CapacityError, match="--tokens and --steps are 80 and 12, but the model's context is 90"):
+        measure_fidelity(readable(90), config, {"one": "a" * 100}, 80, 12)
+
+
+def test_the_texts_of_the_standard_library_are_long_and_different() -> None:
+    found = {name: text() for name, text in (texts.STANDARD | texts.CALIBRATION).items()}  # type: ignore[operator]
+    assert all(len(text) > 60_000 for text in found.values())
+    assert len({texts.sha256(text) for text in found.values()}) == len(found)
+
+
+def test_a_text_file_that_is_not_there_or_empty_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read as a text file"):
+        texts.read_text(tmp_path / "none.txt")
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(ConfigError, match=r"empty\.txt: the file is empty"):
+        texts.read_text(tmp_path / "empty.txt")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "pariskw"], "did you mean 'pariskv"),
+        (["--text-file", "none.txt"], "none.txt: cannot be read as a text file"),
+        (["--candidates", "2.5"], "layers.default.candidates: got 2.5"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be_before_a_model_is_loaded(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "one.yaml"
+    file.write_text("model: {name: ./no-such-model}\n")
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", "fidelity", str(file), *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_on_the_default_model_pariskv_beats_the_paper_at_the_same_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    """A loose pin of the documented figures: 2,500 tokens of source code, 4 steps, a tenth of them candidates."""
+    from pariskv.integrations.models import DEFAULT_MODEL, local_path, resolve_model
+
+    if local_path(resolve_model(DEFAULT_MODEL)) is None:
+        pytest.skip("the default model is not on this machine: make model")
+    found = {}
+    common = ["--tokens", "2500", "--steps", "4", "--top-k", "100", "--candidates", "0.1", "--json"]
+    text = Path(argparse.__file__)
+    for preset in ("pariskv", "pariskv-paper"):
+        with pytest.raises(SystemExit) as stopped:
+            main(["eval", "fidelity", "configs/smollm2.yaml", "--preset", preset, "--text-file", str(text), *common])
+        assert stopped.value.code == 0
+        found[preset] = json.loads(capsys.readouterr().out)
+    ours, papers = found["pariskv"]["summary"], found["pariskv-paper"]["summary"]
+    assert set(found["pariskv"]) == {"manifest", "layers", "summary"}
+    assert len(found["pariskv"]["layers"]) == 30
+    assert ours["mass_ratio"] > 0.9
+    assert ours["mass_ratio"] > papers["mass_ratio"] + 0.1
+    assert ours["recall"] > papers["recall"] + 0.2
+    assert ours["kl"] < papers["kl"]
