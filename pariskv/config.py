@@ -61,7 +61,8 @@ class LayerConfig:
     fetch: str | None = field(default=None, metadata={"help": "instance that brings the selected rows"})
     update: str | None = field(default=None, metadata={"help": "instance that appends rows to the store"})
     candidates: Literal["auto"] | int | float | None = field(
-        default=None, metadata={"help": "auto (the paper's table), a ratio in (0, 1] or a count of tokens"}
+        default=None,
+        metadata={"help": "auto (the retriever's table, or the paper's), a ratio in (0, 1] or a count of tokens"},
     )
     top_k: int | None = field(
         default=None, metadata={"help": "tokens that are fetched per key/value head; 0: sink and ring only"}

@@ -153,7 +153,7 @@ def test_the_figures_of_the_window_example_are_those_of_the_code() -> None:
 
 
 def test_the_index_takes_as_many_bytes_as_the_pages_say(site: Path) -> None:
-    assert "pariskv pariskv-m8 56 B 112 B 224 B" in built(site, "retrievers").text
+    assert "pariskv-paper pariskv-m8 56 B 112 B 224 B" in built(site, "retrievers").text
     assert "keys and values 256 B 512 B 1024 B" in built(site, "retrievers").text
     assert "| together | | 112 |" in page("how-it-works")
 

@@ -73,7 +73,7 @@ def test_json_has_exactly_the_documented_fields(config: Path, capsys: pytest.Cap
     rows, flags = 4 + 16 + 16, 4 + 16
     assert found["kv_device_bytes"] == rows * row + flags
     assert found["kv_host_bytes"] == 152 * row  # the zone at 170 tokens
-    assert found["code_bytes"] == 152 * (1 + 4 + 2) + 256 * 4
+    assert found["code_bytes"] == 152 * (1 + 4 + 2 + 1) + 256 * 4
 
 
 def test_compare_is_there_when_asked(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +205,7 @@ def test_plugins_lists_name_distribution_version_stages_format(capsys: pytest.Ca
     assert pariskv("plugins", "--json") == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert set(rows["pariskv"]) == {"name", "distribution", "version", "stages", "format", "error"}
-    assert rows["pariskv"]["format"] == "pariskv-m8"
+    assert rows["pariskv"]["format"] == "pariskv-m8-framed"
     assert rows["resident"]["stages"] == ["allocate_store", "fetch", "update"]
     assert all(row["error"] is None for name, row in rows.items() if row["distribution"] == "pariskv")
     assert pariskv("plugins") == 0

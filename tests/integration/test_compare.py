@@ -300,7 +300,8 @@ def test_heads_that_choose_apart_share_the_budget(model: LanguageModel, name: st
 
 def test_every_retriever_that_is_built_in_says_how_a_group_chooses() -> None:
     wanted = {
-        "pariskv": "mean_query",
+        "pariskv": "sum_softmax",
+        "pariskv-paper": "mean_query",
         "exact": "sum_softmax",
         "dense": "none",
         "window": "none",

@@ -161,7 +161,10 @@ def test_among_other_layers_it_does_without_their_rerank_and_codes() -> None:
     assert layers[1].store.length == layers[0].store.length  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("retriever", "message"), [("pariskv", "10 tokens a head were selected"), ("snapkv", "fit")])
+@pytest.mark.parametrize(
+    ("retriever", "message"),
+    [("pariskv", "10 tokens a head were selected"), ("snapkv", "10 tokens a head were selected")],
+)
 def test_evict_refuses_a_retriever_that_needs_the_rows(retriever: str, message: str) -> None:
     with pytest.raises(BindingError, match=message):
         generated(tiny_model("llama"), prompt(90), evicting(config_of(retriever, top_k=10)), 3)
