@@ -64,7 +64,7 @@ class Results:
         """Each retriever's quality against the budget; ConfigError where the file cannot be written."""
         if not self.rows:
             return
-        canvas = _canvas()
+        canvas = make_canvas()
         for plane, (name, title) in zip(canvas.figure.subplots(1, len(PANELS)), PANELS, strict=True):
             self._draw_panel(plane, name)
             plane.set(title=title, xlabel="rows per key/value head and step")
@@ -110,16 +110,17 @@ def _share(value: float) -> str:
 
 def check_plot(path: Path) -> None:
     """Raise ConfigError where a picture could not be drawn or written, before anything is measured."""
-    formats = _canvas().get_supported_filetypes()
+    formats = make_canvas().get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise ConfigError(f"--plot {path}: wanted a file that ends in one of {', '.join(sorted(formats))}")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--plot {path}: the folder {path.absolute().parent} does not exist; make it first")
 
 
-def _canvas() -> Any:
+def make_canvas(size: tuple[float, float] = (13, 4.2)) -> Any:
+    """A figure's canvas, of a size in inches; ConfigError without matplotlib."""
     try:
         figure = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ConfigError("--plot needs matplotlib: pip install 'pariskv[plots]'") from error
-    return figure.Figure(figsize=(13, 4.2), layout="constrained").canvas
+    return figure.Figure(figsize=size, layout="constrained").canvas

@@ -71,9 +71,78 @@ def fidelity(
         _show(found, wide_console())
 
 
+@eval_app.command()
+def drift(
+    context: typer.Context,
+    config: ConfigPath,
+    retrievers: Annotated[str, typer.Option(help="retrievers, or the CONFIG's instances of them, with commas")],
+    overrides: Overrides = None,
+    synthetic: Annotated[bool, typer.Option("--synthetic", help="made-up keys that turn by 90 degrees")] = False,
+    steps: Annotated[
+        int | None, typer.Option(min=10, help="tokens that are decoded; 100,000 with --synthetic, else 3,500")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="tokens of the prompt; 8,192 or 4,000")] = None,
+    positions: Annotated[int, typer.Option(min=2, help="at how many positions recall is looked at")] = 20,
+    plot: Annotated[Path | None, typer.Option(help="draw recall against the position")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of a table")] = False,
+) -> None:
+    """Recall@100 while generation moves away from the prompt: of a model from prose to code, or of made-up keys."""
+    from pariskv.bench.manifest import make_manifest
+    from pariskv.bench.units import parse_list
+    from pariskv.cli import described_progress, wide_console
+    from pariskv.compare import check_names
+    from pariskv.compare_output import check_plot
+    from pariskv.evaluation.drift import Synthetic, draw, measure_drift, summarise, to_json
+    from pariskv.registry import Registry
+
+    settings, registry = load_config(config, overrides or []), Registry.load()
+    names = parse_list(retrievers, str, "--retrievers")
+    check_names(settings, names, registry)
+    if plot is not None:
+        check_plot(plot)
+    with described_progress() as progress:
+        if synthetic:
+            made = Synthetic(steps=steps or 100_000, prompt=tokens or 8192, positions=positions)
+            traces, moments = {0: (made.info(), made.trace())}, None
+        else:
+            traces, moments = _model_traces(settings, tokens or 4000, steps or 3500)
+        found = measure_drift(settings, names, traces, positions, QUERIES, registry, moments, progress)
+        points = list(found)
+    if as_json:
+        manifest = make_manifest("eval drift", _plain(context.params), settings)
+        print(json.dumps({"manifest": manifest, **to_json(points)}))
+    else:
+        table = Table("retriever", "start", "end", "end / start", "slope per 1,000 tokens", title="recall@100")
+        for one in summarise(points):
+            numbers = (f"{one.start:.3f}", f"{one.end:.3f}", f"{one.ratio:.3f}", f"{one.slope:+.5f}")
+            table.add_row(one.retriever, *numbers)
+        wide_console().print(table)
+    if plot is not None:
+        draw(points, plot)
+
+
+QUERIES = 4
+"""Queries that are asked at each position."""
+
+
+def _model_traces(settings: Config, tokens: int, steps: int) -> tuple[Any, Any]:
+    """The model's layers along prose, then source code, and the moments of its calibration."""
+    from pariskv.evaluation.drift import model_traces
+    from pariskv.evaluation.fidelity import refuse_length
+    from pariskv.integrations.calibration import find_calibration
+    from pariskv.integrations.language_model import LanguageModel
+
+    model = LanguageModel.load(settings)
+    refuse_length(model, settings, tokens, steps)
+    kept = find_calibration(model.model)
+    prose, code = texts.STANDARD["prose-1"](), texts.STANDARD["source-1"]()
+    return model_traces(model, prose, code, tokens, steps), None if kept is None else kept.moments
+
+
 def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
     plain = {key: str(value) if isinstance(value, Path) else value for key, value in arguments.items()}
-    plain["text_file"] = [str(path) for path in arguments.get("text_file") or []]
+    if "text_file" in arguments:
+        plain["text_file"] = [str(path) for path in arguments["text_file"] or []]
     return plain
 
 
