@@ -12,6 +12,7 @@ from rich.table import Table
 
 from pariskv import texts
 from pariskv.config import DEFAULT, Config, load_config
+from pariskv.errors import ConfigError
 
 if TYPE_CHECKING:
     from pariskv.evaluation.fidelity import Measured
@@ -121,7 +122,62 @@ def drift(
         draw(points, plot)
 
 
-QUERIES = 4
+@eval_app.command()
+def needle(
+    context: typer.Context,
+    config: ConfigPath,
+    overrides: Overrides = None,
+    retrievers: Annotated[str, typer.Option(help="retrievers beside dense attention, with commas")] = "pariskv",
+    lengths: Annotated[str, typer.Option(help="tokens of the prompts, with commas")] = "1000,2000,4000",
+    depths: Annotated[str, typer.Option(help="where the needle lies, 0 to 1, with commas")] = "0,0.25,0.5,0.75,1",
+    tries: Annotated[int, typer.Option(min=1, help="needles at each length and depth")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="draw a heat map for each retriever")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
+) -> None:
+    """The needle grid: is a number found in a haystack, by length and depth, beside dense attention?"""
+    from pariskv.bench.manifest import make_manifest
+    from pariskv.bench.units import parse_list, parse_tokens
+    from pariskv.cli import described_progress, wide_console
+    from pariskv.compare import check_names
+    from pariskv.compare_output import check_plot
+    from pariskv.evaluation.needle import draw, measure_needles
+    from pariskv.integrations.language_model import LanguageModel
+    from pariskv.registry import Registry
+
+    settings, registry = load_config(config, overrides or []), Registry.load()
+    names = parse_list(retrievers, str, "--retrievers")
+    sizes, places = parse_list(lengths, parse_tokens, "--lengths"), parse_list(depths, _depth, "--depths")
+    check_names(settings, names, registry)
+    if plot is not None:
+        check_plot(plot)
+    model = LanguageModel.load(settings)
+    with described_progress() as progress:
+        cells = list(measure_needles(model, settings, names, sizes, places, tries, registry, progress))
+    if as_json:
+        manifest = make_manifest("eval needle", _plain(context.params), settings)
+        print(json.dumps({"manifest": manifest, "rows": [cell.to_dict() for cell in cells]}))
+    else:
+        for name in dict.fromkeys(cell.retriever for cell in cells):
+            table = Table("depth", *(f"{size:,}" for size in sizes), title=name, title_justify="left")
+            for place in places:
+                row = [cell for cell in cells if (cell.retriever, cell.depth) == (name, place)]
+                table.add_row(f"{place:g}", *(f"{cell.found} of {cell.tries}" for cell in row))
+            wide_console().print(table)
+    if plot is not None:
+        draw(cells, plot)
+
+
+def _depth(text: str) -> float:
+    try:
+        depth = float(text)
+    except ValueError:
+        depth = -1.0
+    if not 0 <= depth <= 1:
+        raise ConfigError(f"got {text!r}, wanted a number from 0 (the beginning) to 1 (the end)")
+    return depth
+
+
+QUERIES = 16
 """Queries that are asked at each position."""
 
 
