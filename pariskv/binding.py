@@ -105,6 +105,11 @@ class LayerPipeline:
     graph_reason: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def wants_queries(self) -> bool:
+        """A format of the layer learns from the prompt's queries."""
+        return any(encoder.needs & {"query_moment", "recent_queries"} for encoder in self.encoders)
+
     def slots(self, group: int) -> int:
         """K: rows that the layer's selection can hold per key/value head."""
         return self.top_k * group if self.per_query_head else self.top_k

@@ -227,8 +227,7 @@ class Comparison:
         if self.config.runtime.check_memory:
             need = cache.estimate(1, tokens, self.settings.steps)
             refuse_if_too_large(need, self.model.device, self.config.prefill.history)
-        encoders = [encoder for pipeline in cache.request.pipelines.values() for encoder in pipeline.encoders]
-        return any(encoder.needs & {"query_moment", "recent_queries"} for encoder in encoders)
+        return any(pipeline.wants_queries for pipeline in cache.request.pipelines.values())
 
     def _read(self, prompt: Tensor, question: Tensor, keep_queries: bool, progress: Progress) -> Reference:
         from pariskv.integrations.reference import read_densely

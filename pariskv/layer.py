@@ -171,7 +171,7 @@ class LayerState:
     def _take_in(self, query: Tensor) -> None:
         assert self.prompt is not None
         self.lengths = self.prompt.lengths
-        if any(encoder.needs & {"query_moment", "recent_queries"} for encoder in self.pipeline.encoders):
+        if self.pipeline.wants_queries:
             self._queries = self._queries or QueryStatistics(self.info, self.window)
             self._queries.add(query, self.lengths)
         self.settle()

@@ -116,8 +116,7 @@ def refuse_length(model: LanguageModel, config: Config, tokens: int, steps: int)
 
 def wants_queries(cache: ParisCache) -> bool:
     """Whether a format of the cache learns from the prompt's queries."""
-    encoders = [encoder for pipeline in cache.request.pipelines.values() for encoder in pipeline.encoders]
-    return any(encoder.needs & {"query_moment", "recent_queries"} for encoder in encoders)
+    return any(pipeline.wants_queries for pipeline in cache.request.pipelines.values())
 
 
 def _read(
