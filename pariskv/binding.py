@@ -75,7 +75,7 @@ class LayerPipeline:
     coarse_codes, rerank_codes  which encoder's codes the stage reads; None: empty codes with only the length
     append         None: the core's own, by torch
     rerank         None: the first top_k of coarse_select, which are all that `candidates` asks for
-    reads_steady   a stage wants the log-sum-exp over sink and ring
+    reads_steady   stages that want the log-sum-exp over sink and ring
     indexes        the strictest of the retrievers used; "none": no stage but attend
     block          the least common multiple of the encoders' blocks
     host_resident  the store is in host memory, wherever the layer is
@@ -97,7 +97,7 @@ class LayerPipeline:
     candidates: CandidateRule = field(default_factory=CandidateRule.first_top_k)
     top_k: int = 0
     per_query_head: bool = False
-    reads_steady: bool = False
+    reads_steady: frozenset[str] = frozenset()
     indexes: Indexes = "none"
     block: int = 1
     host_resident: bool = False
@@ -184,7 +184,9 @@ class _Binder:
             candidates=plan.candidates,
             top_k=plan.top_k,
             per_query_head=last is not None and last.traits.selects_per_query_head,
-            reads_steady=any(plan.stages[stage].traits.reads_steady for stage in SELECTING if stage in plan.stages),
+            reads_steady=frozenset(
+                stage for stage in SELECTING if stage in plan.stages and stage in plan.stages[stage].traits.reads_steady
+            ),
             indexes=plan.indexes,
             block=math.lcm(*(one.traits.block for one in plan.encoders)),
             host_resident=store is not None and store.traits.host_resident,

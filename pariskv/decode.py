@@ -21,6 +21,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from pariskv.beside import Beside
 from pariskv.config import GenerationConfig, RuntimeConfig
 from pariskv.graph import CapturableCache, CapturedSteps, capture_reason, log_fallback
 from pariskv.layer import LayerState
@@ -209,17 +210,19 @@ def attend_layer(layer: LayerState, heads: Tensor) -> tuple[Tensor, Tensor]:
     assert pipeline.coarse_select is not None
     assert pipeline.fetch is not None
     assert layer.store is not None
+    if pipeline.reads_steady:
+        steady = Beside(info.device, lambda: pipeline.attend(plain, device.working, None)[1])
     encoded = encode_queries(layer, heads)
-    steady = pipeline.attend(plain, device.working, None)[1] if pipeline.reads_steady else None
 
-    def query(producer: str | None) -> Query:
-        return replace(plain, encoded=encoded.get(producer), steady=steady)
+    def query(stage: str, producer: str | None) -> Query:
+        log_sum = steady.result() if stage in pipeline.reads_steady else None
+        return replace(plain, encoded=encoded.get(producer), steady=log_sum)
 
     codes = layer.codes_of(pipeline.coarse_codes)
-    selection = pipeline.coarse_select(query(pipeline.coarse_codes), codes, layer.budget)
+    selection = pipeline.coarse_select(query("coarse_select", pipeline.coarse_codes), codes, layer.budget)
     if pipeline.rerank is not None:
         codes = layer.codes_of(pipeline.rerank_codes)
-        selection = pipeline.rerank(query(pipeline.rerank_codes), selection, codes, pipeline.top_k)
+        selection = pipeline.rerank(query("rerank", pipeline.rerank_codes), selection, codes, pipeline.top_k)
     slots = device.working.slots[:, :, : selection.indices.shape[-1]]
     selected = pipeline.fetch(selection, layer.store, slots)
     layer.chosen = selected.valid

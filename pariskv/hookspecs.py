@@ -41,6 +41,7 @@ HOOK_API = 1
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
+Selecting = Literal["coarse_select", "rerank"]
 Need = Literal["query_moment", "model_moment", "recent_queries", "pre_rope"]
 
 
@@ -61,8 +62,8 @@ class Retriever:
     """Query heads choose apart: the selection holds up to G x top_k rows, with a bias."""
     candidate_ratios: tuple[tuple[int, float], ...] | None = None
     """`candidates: auto` of `coarse_select`: from how many zone tokens on, which share of them; None: the paper's."""
-    reads_steady: bool = False
-    """`coarse_select` or `rerank` reads `query.steady`, which costs a pass over sink and ring."""
+    reads_steady: frozenset[Selecting] = frozenset()
+    """Which of `coarse_select` and `rerank` read `query.steady`, which costs a pass over sink and ring."""
     graph_safe: bool = False
     """Fixed shapes, no host synchronisation, lengths and counts read from the device."""
     host_resident: bool = False

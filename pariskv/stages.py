@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import pluggy
 
 from pariskv.errors import PluginContractError
-from pariskv.hookspecs import PROJECT, Need, Retriever, StageSpec
+from pariskv.hookspecs import PROJECT, Need, Retriever, Selecting, StageSpec
 from pariskv.structured import did_you_mean
 
 Stage = Callable[..., Any]
@@ -37,7 +37,7 @@ class Traits:
     needs: frozenset[Need]
     selects_per_query_head: bool
     candidate_ratios: tuple[tuple[int, float], ...] | None
-    reads_steady: bool
+    reads_steady: frozenset[Selecting]
     graph_safe: bool
     host_resident: bool
 
@@ -135,10 +135,12 @@ def _check_values(traits: Traits, where: str) -> None:
         raise refuse("indexes", "'all', 'prompt' or 'none'")
     if not isinstance(traits.needs, frozenset | set) or not traits.needs <= set(get_args(Need)):
         raise refuse("needs", f"a frozenset of {', '.join(get_args(Need))}")
+    if not isinstance(traits.reads_steady, frozenset | set) or not traits.reads_steady <= set(get_args(Selecting)):
+        raise refuse("reads_steady", f"a frozenset of {', '.join(get_args(Selecting))}")
     if traits.candidate_ratios is not None:
         starts, ratios = zip(*traits.candidate_ratios, strict=True)
         if starts[0] != 0 or list(starts) != sorted(set(starts)) or not all(0 < ratio <= 1 for ratio in ratios):
             raise refuse("candidate_ratios", "ascending lengths, the first 0, each with a ratio in (0, 1]")
-    for name in ("selects_per_query_head", "reads_steady", "graph_safe", "host_resident"):
+    for name in ("selects_per_query_head", "graph_safe", "host_resident"):
         if not isinstance(getattr(traits, name), bool):
             raise refuse(name, "a bool")

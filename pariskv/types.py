@@ -229,7 +229,7 @@ class Query:
 
     heads    [B, H, G, D]
     encoded  what `encode_query` of the format's producer returned, None without one
-    steady   [B, H, G] log-sum-exp of each head's scores over sink and ring, None unless a stage of the layer
+    steady   [B, H, G] log-sum-exp of each head's scores over sink and ring, None unless the stage
              `reads_steady`: with it a head's probabilities can be normalised over what is attended in any case, too
     """
 

@@ -66,15 +66,26 @@ if config.ENABLE_CUDASIM:
 
     @cuda.jit(device=True)
     def block_max(value, warps, thread, threads):
-        """The largest of the block's int32 values, for all its threads.
+        """The largest of the block's values, for all its threads.
 
-        warps  shared int32, an entry for each warp
+        warps  shared, of their type, an entry for each warp
         """
         cuda.syncthreads()
         if thread == 0:
             warps[0] = value
         cuda.syncthreads()
         cuda.atomic.max(warps, 0, value)
+        cuda.syncthreads()
+        return warps[0]
+
+    @cuda.jit(device=True)
+    def block_sum(value, warps, thread, threads):
+        """The sum of the block's float32 values, for all its threads; warps as in `block_max`."""
+        cuda.syncthreads()
+        if thread == 0:
+            warps[0] = 0
+        cuda.syncthreads()
+        cuda.atomic.add(warps, 0, value)
         cuda.syncthreads()
         return warps[0]
 
@@ -106,12 +117,30 @@ else:
 
     @cuda.jit(device=True)
     def block_max(value, warps, thread, threads):
-        """The largest of the block's int32 values, as in the simulator: within warps, then over the warps."""
+        """The largest of the block's values, as in the simulator: within warps, then over the warps."""
         value = warp_max(value)
         cuda.syncthreads()
         warps[thread // WARP] = value
         cuda.syncthreads()
         return warp_max(warps[min(thread % WARP, (threads - 1) // WARP)])
+
+    @cuda.jit(device=True)
+    def warp_sum(value):
+        step = WARP // 2
+        while step > 0:
+            value += cuda.shfl_xor_sync(EVERYBODY, value, step)
+            step //= 2
+        return value
+
+    @cuda.jit(device=True)
+    def block_sum(value, warps, thread, threads):
+        """The sum of the block's values, as in the simulator: within warps, then over the warps."""
+        value = warp_sum(value)
+        cuda.syncthreads()
+        warps[thread // WARP] = value
+        cuda.syncthreads()
+        lane = thread % WARP
+        return warp_sum(warps[lane] if lane < (threads + WARP - 1) // WARP else np.float32(0))
 
     @cuda.jit(device=True)
     def warp_scan(value, lane):

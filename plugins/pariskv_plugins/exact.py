@@ -68,7 +68,8 @@ class Exact(Retriever):
         if self.options.combine not in names:
             raise ConfigError(f"exact: combine={self.options.combine!r}; set it to one of {', '.join(names)}")
         self.selects_per_query_head = self.options.combine == PER_QUERY_HEAD
-        self.reads_steady = self.options.combine in ("sum_softmax", "max_softmax")
+        normalises = self.options.combine in ("sum_softmax", "max_softmax")
+        self.reads_steady = frozenset({"coarse_select", "rerank"} if normalises else ())
 
     @hookimpl
     def allocate_codes(self, layer: LayerInfo, capacity: int) -> Codes:

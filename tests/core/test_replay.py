@@ -67,7 +67,7 @@ def test_the_oracle_has_a_ratio_of_one_at_every_step_and_the_state_is_empty_agai
 
 def test_heads_that_are_normalised_over_the_zone_alone_are_no_oracle(trace: LayerTrace) -> None:
     state = state_of("exact")
-    state.pipelines[0] = replace(state.pipelines[0], reads_steady=False)
+    state.pipelines[0] = replace(state.pipelines[0], reads_steady=frozenset())
     ratios = [values["mass_ratio"] for _, values in replay_layer(trace, state, INFO, K)]
     assert 0.9 < float(torch.stack(ratios).mean()) < 1 - 1e-4
 

@@ -259,7 +259,7 @@ class Borrowing(Retriever):
     """Reranks by the keys that somebody else keeps."""
 
     reads = "keys"
-    reads_steady = True
+    reads_steady = frozenset({"rerank"})
 
     @hookimpl
     def rerank(self, query: Query, selection: Selection, codes: Codes, top_k: int) -> Selection:

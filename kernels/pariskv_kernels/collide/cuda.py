@@ -94,8 +94,9 @@ def count_votes(signs, table, lengths, norms, scale, votes, histogram, row_words
         eight[i] = np.uint64(table[head * np.uint64(SUBSPACES * PATTERNS // 8) + np.uint64(at)])
     for i in range(thread, np.uint32(BINS * COPIES), threads):
         bins[i] = 0
-    for i in range(thread, np.uint32(SUMS), threads):
-        scaled[i] = scale[i]
+    if SUMS > 0:
+        for i in range(thread, np.uint32(SUMS), threads):
+            scaled[i] = scale[i]
     for i in static((SUBSPACES * PATTERNS // 8 + THREADS - 1) // THREADS):
         at = min(thread + np.uint32(i * THREADS), np.uint32(SUBSPACES * PATTERNS // 8 - 1))
         for k in static(8):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,9 @@ from pariskv_kernels.combine import naive
 from pariskv_kernels.combine.naive import COMBINE
 from pariskv_kernels.cpu import is_compiled_for
 from pariskv_kernels.launch import is_on_gpu
+from pariskv_kernels.rerank import check_estimates, estimate_scores_by_head
 
-__all__ = ["COMBINE", "combine_scores"]
+__all__ = ["COMBINE", "combine_estimates", "combine_scores"]
 
 
 def combine_scores(
@@ -31,11 +34,7 @@ def combine_scores(
     """
     check_dtype("products", products, torch.float32)
     check_shape("products", products, None, None, None, None)
-    for name, tensor in (("offset", offset), ("steady", steady)):
-        check_dtype(name, tensor, torch.float32)
-        check_shape(name, tensor, *products.shape[:3])
-    if how not in COMBINE:
-        raise ValueError(f"how: wanted one of {', '.join(COMBINE)}, got {how!r}")
+    _check(offset, steady, how, products.shape[:3])
     if is_compiled_for(products, offset, steady):
         from pariskv_kernels.combine import cpu
 
@@ -45,3 +44,40 @@ def combine_scores(
 
         return cuda.combine_scores(products, offset, steady, how, scaling, softcap)
     return naive.combine_scores(products, offset, steady, how, scaling, softcap)
+
+
+def combine_estimates(
+    rotated: Tensor,
+    codes: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    offset: Tensor,
+    steady: Tensor,
+    how: str,
+    scaling: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """`combine_scores` of what `estimate_scores_by_head` gives, with their arguments; a GPU sums while it estimates.
+
+    rotated [B, H, G, P], codes [B, H, N, P / 2], weights [B, H, N, S], indices [B, H, C]; returns [B, H, C]
+    """
+    gpu = weights.shape[-1] % 2 == 0 and is_on_gpu(rotated, codes, weights, indices, offset, steady)
+    if not gpu or how == "max_logit" or indices.shape[-1] == 0:
+        products = estimate_scores_by_head(rotated, codes, weights, indices)
+        return combine_scores(products, offset, steady, how, scaling, softcap)
+    check_estimates(rotated, codes, weights, indices, by_head=True)
+    _check(offset, steady, how, rotated.shape[:3])
+    from pariskv_kernels.combine.cuda import combine_by_sums
+    from pariskv_kernels.rerank.cuda import estimate_and_sum
+
+    products, sums = estimate_and_sum(rotated, codes, weights, indices, offset, scaling, softcap)
+    return combine_by_sums(products, offset, steady, sums, how, scaling, softcap)
+
+
+def _check(offset: Tensor, steady: Tensor, how: str, shape: Sequence[int]) -> None:
+    """shape: B, H and G"""
+    for name, tensor in (("offset", offset), ("steady", steady)):
+        check_dtype(name, tensor, torch.float32)
+        check_shape(name, tensor, *shape)
+    if how not in COMBINE:
+        raise ValueError(f"how: wanted one of {', '.join(COMBINE)}, got {how!r}")

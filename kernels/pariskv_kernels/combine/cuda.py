@@ -10,11 +10,20 @@ from numba import cuda
 from torch import Tensor
 
 from pariskv_kernels.combine.naive import COMBINE
-from pariskv_kernels.launch import blocks_for, launch, multiprocessors
+from pariskv_kernels.device import block_max, block_sum
+from pariskv_kernels.launch import blocks_for, launch
 from pariskv_kernels.specialise import static, template
 
-MOST_PARTS = 32
+MOST_PARTS = 64
 """Parts of a row, whose sums the second kernel adds."""
+
+ITEMS = 4
+"""Candidates of a thread of a part, where the row is not too long for that."""
+
+LANES = 8
+"""Threads that add up the parts of one head."""
+
+NOTHING = np.float32(-math.inf)
 
 
 def combine_scores(
@@ -27,94 +36,106 @@ def combine_scores(
     threads: int = 256,
 ) -> Tensor:
     batch, heads, group, num = products.shape
-    device = products.device
-    combined = torch.empty(batch, heads, num, dtype=torch.float32, device=device)
-    parts = max(1, min(MOST_PARTS, blocks_for(4 * multiprocessors(device), batch * heads * group)))
-    parts = min(parts, max(1, blocks_for(num, threads)))
-    sums = torch.empty(batch, heads, group, parts, 2, dtype=torch.float32, device=device)
-    constants = {"THREADS": threads, "GROUP": group, "PARTS": parts, "CAPPED": softcap is not None}
-    numbers = np.float32(scaling), np.float32(softcap or 0)
+    parts = max(1, min(MOST_PARTS, blocks_for(num, threads * ITEMS)))
+    sums = torch.empty(batch, heads, group, parts, 2, dtype=torch.float32, device=products.device)
     if how != "max_logit":
-        grid = (parts, heads * group, batch)
-        launch(sum_part(**constants), grid, threads, products, offset, sums, *numbers)
-    kernel = combine(**constants, HOW=COMBINE.index(how))
+        kernel = sum_part(THREADS=threads, GROUP=group, CAPPED=softcap is not None)
+        numbers = np.float32(scaling), np.float32(softcap or 0)
+        launch(kernel, (parts, heads * group, batch), threads, products, offset, sums, *numbers)
+    return combine_by_sums(products, offset, steady, sums, how, scaling, softcap, threads)
+
+
+def combine_by_sums(
+    products: Tensor,
+    offset: Tensor,
+    steady: Tensor,
+    sums: Tensor,
+    how: str,
+    scaling: float,
+    softcap: float | None,
+    threads: int = 256,
+) -> Tensor:
+    """The same for sums [B, H, G, parts, 2] that are there: the highest score of a part, the sum of exp(score - it)."""
+    batch, heads, group, num = products.shape
+    combined = torch.empty(batch, heads, num, dtype=torch.float32, device=products.device)
+    kernel = combine(THREADS=threads, GROUP=group, CAPPED=softcap is not None, HOW=COMBINE.index(how), LANES=LANES)
     grid = (max(1, min(blocks_for(num, threads), 65535)) if num else 0, heads, batch)
+    numbers = np.float32(scaling), np.float32(softcap or 0)
     launch(kernel, grid, threads, products, offset, steady, sums, combined, *numbers)
     return combined
 
 
 @cuda.jit(device=True)
 def capped(score, softcap):
-    return softcap * math.tanh(score / softcap) if score > -math.inf else score
+    return softcap * math.tanh(score / softcap) if score > NOTHING else score
 
 
 @template
 def sum_part(products, offset, sums, scaling, softcap):
     """The highest score of a part of a head's candidates, and the sum of exp(score - highest)."""
-    shared = cuda.shared.array(THREADS, np.float32)
+    warps = cuda.shared.array(32, np.float32)
     thread, part, b = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockIdx.z
     h, g = cuda.blockIdx.y // GROUP, cuda.blockIdx.y % GROUP
-    num = products.shape[3]
-    highest = np.float32(-math.inf)
-    for c in range(part * THREADS + thread, num, PARTS * THREADS):
+    num, step = products.shape[3], cuda.gridDim.x * THREADS
+    own_offset = offset[b, h, g]
+    highest = NOTHING
+    for c in range(part * THREADS + thread, num, step):
         highest = max(highest, products[b, h, g, c])
-    shared[thread] = highest
-    half = THREADS // 2
-    while half > 0:
-        cuda.syncthreads()
-        if thread < half:
-            shared[thread] = max(shared[thread], shared[thread + half])
-        half //= 2
-    cuda.syncthreads()
-    highest = (shared[0] + offset[b, h, g]) * scaling  # scaling > 0, and capping keeps the order
+    highest = (block_max(highest, warps, thread, THREADS) + own_offset) * scaling  # scaling > 0: the same order,
     if CAPPED:
-        highest = capped(highest, softcap)
-    cuda.syncthreads()
+        highest = capped(highest, softcap)  # and capping keeps it
     total = np.float32(0)
-    for c in range(part * THREADS + thread, num, PARTS * THREADS):
-        score = (products[b, h, g, c] + offset[b, h, g]) * scaling
+    for c in range(part * THREADS + thread, num, step):
+        score = (products[b, h, g, c] + own_offset) * scaling
         if CAPPED:
             score = capped(score, softcap)
-        if score > -math.inf:
+        if score > NOTHING:
             total += math.exp(score - highest)
-    shared[thread] = total
-    half = THREADS // 2
-    while half > 0:
-        cuda.syncthreads()
-        if thread < half:
-            shared[thread] = shared[thread] + shared[thread + half]
-        half //= 2
-    cuda.syncthreads()
+    total = block_sum(total, warps, thread, THREADS)
     if thread == 0:
-        sums[b, h, g, part, 0], sums[b, h, g, part, 1] = highest, shared[0]
+        sums[b, h, g, part, 0], sums[b, h, g, part, 1] = highest, total
 
 
 @template
 def combine(products, offset, steady, sums, combined, scaling, softcap):
-    """Each thread adds up the parts for itself: they are few, and all threads read the same."""
+    """Some threads of each head add up its parts, one adds those, then every thread has candidates of its own."""
+    highest = cuda.shared.array(GROUP * LANES, np.float32)
+    total = cuda.shared.array(GROUP * LANES, np.float32)
+    whole = cuda.shared.array(GROUP, np.float32)
     thread, h, b = cuda.threadIdx.x, cuda.blockIdx.y, cuda.blockIdx.z
     num = products.shape[3]
-    for g in static(GROUP):
-        whole[g] = np.float32(0)
-        if HOW > 0:
-            highest = steady[b, h, g]
-            for part in range(PARTS):
-                highest = max(highest, sums[b, h, g, part, 0])
-            if highest > -math.inf:
-                total = math.exp(steady[b, h, g] - highest)
-                for part in range(PARTS):
-                    if sums[b, h, g, part, 0] > -math.inf:
-                        total += sums[b, h, g, part, 1] * math.exp(sums[b, h, g, part, 0] - highest)
-                whole[g] = np.float32(highest + math.log(total))
+    if HOW > 0:
+        for i in range(thread, GROUP * LANES, THREADS):
+            top, mass = NOTHING, np.float32(0)
+            for part in range(i % LANES, sums.shape[3], LANES):
+                top = max(top, sums[b, h, i // LANES, part, 0])
+            for part in range(i % LANES, sums.shape[3], LANES):
+                if sums[b, h, i // LANES, part, 0] > NOTHING:
+                    mass += sums[b, h, i // LANES, part, 1] * math.exp(sums[b, h, i // LANES, part, 0] - top)
+            highest[i], total[i] = top, mass
+        cuda.syncthreads()
+        for g in range(thread, GROUP, THREADS):
+            top = steady[b, h, g]
+            for i in range(LANES):
+                top = max(top, highest[g * LANES + i])
+            whole[g] = np.float32(0)
+            if top > NOTHING:
+                mass = math.exp(steady[b, h, g] - top)
+                for i in range(LANES):
+                    if total[g * LANES + i] > 0:
+                        mass += total[g * LANES + i] * math.exp(highest[g * LANES + i] - top)
+                whole[g] = top + math.log(mass)
+        cuda.syncthreads()
     for c in range(cuda.blockIdx.x * THREADS + thread, num, cuda.gridDim.x * THREADS):
-        best = np.float32(-math.inf)
+        best = NOTHING
         for g in static(GROUP):
             score[g] = (products[b, h, g, c] + offset[b, h, g]) * scaling
             if CAPPED:
                 score[g] = capped(score[g], softcap)
-            score[g] = np.float32(score[g] - whole[g])
+            if HOW > 0:
+                score[g] = np.float32(score[g] - whole[g])
             best = max(best, score[g])
-        if HOW == 1 and best > -math.inf:
+        if HOW == 1 and best > NOTHING:
             sum_of_shares = np.float32(0)
             for g in static(GROUP):
                 sum_of_shares = np.float32(sum_of_shares + math.exp(score[g] - best))

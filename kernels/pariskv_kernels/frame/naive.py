@@ -1,4 +1,4 @@
-"""The definition of `to_frame`."""
+"""The definitions of `to_frame` and `queries_to_frame`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,19 @@ class Framed(NamedTuple):
     norms: Tensor
 
 
+class FramedQueries(NamedTuple):
+    """A step's queries in the keys' frame.
+
+    heads    [B, H, G, P] float32, each query head
+    rotated  [B, H, P]    float32, their mean, by the heads' weights
+    offset   [B, H, G]    float32, q.centre
+    """
+
+    heads: Tensor
+    rotated: Tensor
+    offset: Tensor
+
+
 @lru_cache
 def norm_thresholds(device: torch.device) -> Tensor:
     """[NORM_LEVELS - 1] float32, ascending: a level is the number of thresholds that |z|^2 / power reaches."""
@@ -52,3 +65,10 @@ def norm_levels(z: Tensor, power: Tensor) -> Tensor:
 def inverse(power: Tensor) -> Tensor:
     """1 / power, 0 of keys that are all the same."""
     return torch.where(power > 0, 1 / power, 0.0)
+
+
+def queries_to_frame(heads: Tensor, centre: Tensor, matrix: Tensor, weights: Tensor) -> FramedQueries:
+    queries = heads.float()
+    turned = torch.bmm(queries.flatten(0, 1), matrix.flatten(0, 1)).view(*heads.shape[:3], -1)
+    rotated = (turned * weights.unsqueeze(3)).sum(2) / heads.shape[2]
+    return FramedQueries(turned, rotated, (queries * centre.unsqueeze(2)).sum(3))

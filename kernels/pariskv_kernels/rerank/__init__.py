@@ -23,8 +23,7 @@ def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Te
     Raises TypeError or ValueError naming the argument.
     Source: ParisKV (arXiv 2602.07721), section 3.3 (RSQ); `naive.py` is the definition.
     """
-    check_shape("rotated", rotated, None, None, None)
-    _check(rotated, codes, weights, indices)
+    check_estimates(rotated, codes, weights, indices)
     if is_compiled_for(rotated, codes, weights, indices):
         from pariskv_kernels.rerank import cpu
 
@@ -44,8 +43,7 @@ def estimate_scores_by_head(rotated: Tensor, codes: Tensor, weights: Tensor, ind
 
     Raises TypeError or ValueError naming the argument. `naive.py` is the definition.
     """
-    check_shape("rotated", rotated, None, None, None, None)
-    _check(rotated, codes, weights, indices)
+    check_estimates(rotated, codes, weights, indices, by_head=True)
     if is_compiled_for(rotated, codes, weights, indices):
         from pariskv_kernels.rerank import cpu
 
@@ -57,7 +55,9 @@ def estimate_scores_by_head(rotated: Tensor, codes: Tensor, weights: Tensor, ind
     return naive.estimate_scores_by_head(rotated, codes, weights, indices)
 
 
-def _check(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor) -> None:
+def check_estimates(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor, by_head: bool = False) -> None:
+    """Raise TypeError or ValueError naming the first argument that is not as the functions above want it."""
+    check_shape("rotated", rotated, None, None, *([None] if by_head else []), None)
     check_dtype("rotated", rotated, torch.float32)
     batch, heads, padded = *rotated.shape[:2], rotated.shape[-1]
     check_dtype("codes", codes, torch.uint8)

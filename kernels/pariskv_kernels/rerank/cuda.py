@@ -1,7 +1,8 @@
 """`estimate_scores` and `estimate_scores_by_head` on a GPU: a thread for each candidate.
 
 Of one query, products q_j x level are looked up in shared memory; of a group, a coordinate of the key is worked out
-once, and multiplied with every head's.
+once, and multiplied with every head's, of which two are read at a time: shared memory is what the kernel waits for.
+On request a block also adds up the exponentials of its scores, while it has them.
 
 A candidate's codes lie side by side, and candidates anywhere. So the threads of a block bring the codes of all its
 candidates to shared memory together, neighbours reading neighbouring words; then each thread takes its own.
@@ -10,51 +11,103 @@ candidates to shared memory together, neighbours reading neighbouring words; the
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from numba import cuda
 from torch import Tensor
 
-from pariskv_kernels.device import fp16_to_float, loads_first
+from pariskv_kernels.device import block_max, block_sum, fp16_to_float, loads_first
 from pariskv_kernels.launch import blocks_for, launch, multiprocessors
 from pariskv_kernels.quantizer import level_table
-from pariskv_kernels.specialise import Template, static, template
+from pariskv_kernels.specialise import static, template
 
 SHARED = 48 << 10
 """Bytes of shared memory that a block can have."""
 
 BLOCKS_PER_MULTIPROCESSOR = 8
 
+WARPS = 32
+"""Warps of a block, at most."""
+
+NOTHING = np.float32(-math.inf)
+
 
 def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor, threads: int = 256) -> Tensor:
     scores = torch.empty(indices.shape, dtype=torch.float32, device=rotated.device)
-    _launch(estimate, {}, rotated.shape[2] * 16, rotated, codes, weights, indices, scores, threads)
+    prepared = _prepare(rotated.shape[2] * 16, rotated, codes, weights, indices, threads)
+    prepared.launch(estimate(**prepared.constants), scores)
     return scores
 
 
 def estimate_scores_by_head(
     rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor, threads: int = 256
 ) -> Tensor:
-    batch, heads, group, padded = rotated.shape
-    scores = torch.empty(batch, heads, group, indices.shape[2], dtype=torch.float32, device=rotated.device)
-    _launch(estimate_group, {"GROUP": group}, group * padded + 16, rotated, codes, weights, indices, scores, threads)
-    return scores
+    constants, empty = {"SUMMED": False, "CAPPED": False}, rotated.new_empty(0)
+    return _by_head(constants, rotated, codes, weights, indices, empty, 1.0, None, threads)[0]
 
 
-def _launch(
-    made: Template,
-    constants: dict[str, int],
-    table: int,
+def estimate_and_sum(
     rotated: Tensor,
     codes: Tensor,
     weights: Tensor,
     indices: Tensor,
-    scores: Tensor,
+    offset: Tensor,
+    scaling: float,
+    softcap: float | None,
+    threads: int = 256,
+) -> tuple[Tensor, Tensor]:
+    """The estimates, and of each head's scores, scaling x (estimate + offset), soft-capped, what `combine` goes by.
+
+    returns  [B, H, G, C] and [B, H, G, parts, 2], the highest score of a part and the sum of exp(score - highest)
+    """
+    constants = {"SUMMED": True, "CAPPED": softcap is not None}
+    return _by_head(constants, rotated, codes, weights, indices, offset, scaling, softcap, threads)
+
+
+def _by_head(
+    constants: dict[str, int],
+    rotated: Tensor,
+    codes: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    offset: Tensor,
+    scaling: float,
+    softcap: float | None,
     threads: int,
-) -> None:
-    """table: numbers of float32 in shared memory, beside the candidates' codes."""
+) -> tuple[Tensor, Tensor]:
+    batch, heads, group, padded = rotated.shape
+    scores = torch.empty(batch, heads, group, indices.shape[2], dtype=torch.float32, device=rotated.device)
+    pairs = (group + 1) // 2
+    table = 2 * pairs * padded + 16 + WARPS
+    prepared = _prepare(table, rotated, codes, weights, indices, threads)
+    sums = torch.empty(batch, heads, group, prepared.blocks, 2, dtype=torch.float32, device=rotated.device)
+    kernel = estimate_group(**constants, GROUP=group, PAIRS=pairs, **prepared.constants)
+    numbers = np.float32(scaling), np.float32(softcap or 0)
+    prepared.launch(kernel, scores, offset, sums, *numbers)
+    return scores, sums
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What both kernels are given: their constants, a grid of `blocks` for each head, and the first arguments."""
+
+    constants: dict[str, Any]
+    blocks: int
+    arguments: tuple[Any, ...]
+    tokens: int
+
+    def launch(self, kernel: Any, *results: Any) -> None:
+        batch, heads = self.arguments[0].shape[:2]
+        grid = self.blocks, heads, batch
+        launch(kernel, grid, self.constants["THREADS"], *self.arguments, *results, self.tokens)
+
+
+def _prepare(table: int, rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor, threads: int) -> _Prepared:
+    """table: numbers of 4 bytes in shared memory, beside the candidates' codes."""
     batch, heads, padded = *rotated.shape[:2], rotated.shape[-1]
     candidates, subspaces = indices.shape[2], weights.shape[3]
     levels = _scaled_levels(padded, padded // subspaces, rotated.device)
@@ -63,30 +116,19 @@ def _launch(
     row = (code_words + weight_words) | 1  # an odd number of words: threads side by side meet different banks
     while threads * (row * word.itemsize + 4) + table * 4 > SHARED:
         threads //= 2
-    kernel = made(
-        **constants,
-        PADDED=padded,
-        M=padded // subspaces,
-        BYTES=word.itemsize,
-        CODE_WORDS=code_words,
-        WEIGHT_WORDS=weight_words,
-        ROW=row,
-        THREADS=threads,
-        word=np.uint64 if word.itemsize == 8 else np.uint32,
-    )
+    constants = {
+        "PADDED": padded,
+        "M": padded // subspaces,
+        "BYTES": word.itemsize,
+        "CODE_WORDS": code_words,
+        "WEIGHT_WORDS": weight_words,
+        "ROW": row,
+        "THREADS": threads,
+        "word": np.uint64 if word.itemsize == 8 else np.uint32,
+    }
     fill = blocks_for(BLOCKS_PER_MULTIPROCESSOR * multiprocessors(rotated.device), batch * heads)
-    launch(
-        kernel,
-        (min(fill, blocks_for(candidates, threads)), heads, batch),
-        threads,
-        rotated,
-        codes.view(word).view(-1),
-        weights.view(word).view(-1),
-        indices,
-        levels,
-        scores,
-        codes.shape[2],
-    )
+    arguments = rotated, codes.view(word).view(-1), weights.view(word).view(-1), indices, levels
+    return _Prepared(constants, min(fill, blocks_for(candidates, threads)), arguments, codes.shape[2])
 
 
 @lru_cache
@@ -148,16 +190,17 @@ def estimate(rotated, codes, weights, indices, levels, scores, tokens):
             two = staged[mine + np.uint32(CODE_WORDS + 2 * s // BYTES)] >> word(16 * (s % (BYTES // 2)))
             score += fp16_to_float(np.int32(two & word(0xFFFF))) * block
         if start + thread < num:
-            out[start + thread] = score if n >= 0 else np.float32(-math.inf)
+            out[start + thread] = score if n >= 0 else NOTHING
         start = np.uint32(start + cuda.gridDim.x * np.uint32(THREADS))
         n = candidates[min(start + thread, num - np.uint32(1))]
 
 
 @template
-def estimate_group(rotated, codes, weights, indices, levels, scores, tokens):
-    """As `estimate`, with rotated [B, H, GROUP, PADDED] and scores [B, H, GROUP, C]."""
+def estimate_group(rotated, codes, weights, indices, levels, scores, offset, sums, scaling, softcap, tokens):
+    """As `estimate`, with rotated [B, H, GROUP, PADDED] and scores [B, H, GROUP, C]; SUMMED as `estimate_and_sum`."""
     table = cuda.shared.array(16, np.float32)
-    query = cuda.shared.array(GROUP * PADDED, np.float32)
+    query = cuda.shared.array(PADDED * PAIRS, np.uint64)  # two heads' coordinates each
+    warps = cuda.shared.array(WARPS, np.float32)
     staged = cuda.shared.array(THREADS * ROW, word)  # each candidate's codes, then its weights
     position = cuda.shared.array(THREADS, np.int32)
     thread = np.uint32(cuda.threadIdx.x)
@@ -168,8 +211,15 @@ def estimate_group(rotated, codes, weights, indices, levels, scores, tokens):
     n = candidates[min(start + thread, num - np.uint32(1))]  # past the end the last candidate again
     for i in range(thread, np.uint32(16), np.uint32(THREADS)):
         table[i] = levels[i]
-    for i in range(thread, np.uint32(GROUP * PADDED), np.uint32(THREADS)):
-        query[i] = queries[i // np.uint32(PADDED), i % np.uint32(PADDED)]
+    for i in range(thread, np.uint32(PADDED * PAIRS), np.uint32(THREADS)):
+        j, g = np.uint32(i // np.uint32(PAIRS)), np.uint32(i % np.uint32(PAIRS) * np.uint32(2))
+        both = np.uint64(queries[g, j].view(np.uint32))
+        if g + np.uint32(1) < np.uint32(GROUP):
+            both |= np.uint64(queries[g + np.uint32(1), j].view(np.uint32)) << np.uint64(32)
+        query[i] = both
+    for g in static(GROUP):
+        highest[g] = NOTHING
+        mass[g] = np.float32(0)
     while start < num:
         cuda.syncthreads()  # the round before is done with what is shared
         position[thread] = max(n, 0)
@@ -192,7 +242,7 @@ def estimate_group(rotated, codes, weights, indices, levels, scores, tokens):
             staged[to + np.uint32(CODE_WORDS)] = weight[i]
         cuda.syncthreads()
         mine = thread * np.uint32(ROW)
-        for g in static(GROUP):
+        for g in static(2 * PAIRS):
             score[g] = np.float32(0)
         for s in range(PADDED // M):
             # The codes of one subspace as a number of 32 bits, and what they are multiplied by.
@@ -205,10 +255,29 @@ def estimate_group(rotated, codes, weights, indices, levels, scores, tokens):
             factor = fp16_to_float(np.int32(two & word(0xFFFF)))
             for j in static(M):
                 value = table[np.uint32(part >> np.uint32(4 * j) & np.uint32(15))] * factor
-                for g in static(GROUP):
-                    score[g] += value * query[np.uint32(first + np.uint32(g * PADDED + j))]
+                for pair in static(PAIRS):
+                    both = query[np.uint32(np.uint32(first + np.uint32(j)) * np.uint32(PAIRS) + np.uint32(pair))]
+                    score[2 * pair] += value * np.uint32(both & np.uint64(0xFFFFFFFF)).view(np.float32)
+                    score[2 * pair + 1] += value * np.uint32(both >> np.uint64(32)).view(np.float32)
         if start + thread < num:
             for g in static(GROUP):
-                out[g, start + thread] = score[g] if n >= 0 else np.float32(-math.inf)
+                out[g, start + thread] = score[g] if n >= 0 else NOTHING
+            if SUMMED and n >= 0:
+                for g in static(GROUP):
+                    own = np.float32((score[g] + offset[b, h, g]) * scaling)
+                    if CAPPED:
+                        own = np.float32(softcap * math.tanh(own / softcap))
+                    if own > highest[g]:
+                        mass[g] = np.float32(mass[g] * math.exp(highest[g] - own) + np.float32(1))
+                        highest[g] = own
+                    else:
+                        mass[g] = np.float32(mass[g] + math.exp(own - highest[g]))
         start = np.uint32(start + cuda.gridDim.x * np.uint32(THREADS))
         n = candidates[min(start + thread, num - np.uint32(1))]
+    if SUMMED:
+        for g in static(GROUP):
+            top = block_max(highest[g], warps, thread, np.uint32(THREADS))
+            part = np.float32(mass[g] * math.exp(highest[g] - top)) if mass[g] > 0 else np.float32(0)
+            part = block_sum(part, warps, thread, np.uint32(THREADS))
+            if thread == 0:
+                sums[b, h, g, cuda.blockIdx.x, 0], sums[b, h, g, cuda.blockIdx.x, 1] = top, part

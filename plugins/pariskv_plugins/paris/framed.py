@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from pariskv_kernels.collide import collide, collide_scaled
-from pariskv_kernels.combine import combine_scores
+from pariskv_kernels.combine import combine_estimates
 from pariskv_kernels.encode import encode_keys
-from pariskv_kernels.frame import to_frame
+from pariskv_kernels.frame import queries_to_frame, to_frame
 from pariskv_kernels.linear import linear_table
-from pariskv_kernels.rerank import estimate_scores, estimate_scores_by_head
+from pariskv_kernels.rerank import estimate_scores
 from pariskv_kernels.select import select_by_votes
 from pariskv_kernels.tiers import MAX_WEIGHT, tier_table
 from torch import Tensor
@@ -67,7 +67,7 @@ class ParisKV(Retriever):
         check_framed_options(self.options)
         self.format = f"pariskv-m{self.options.subspace_dim}-framed"
         self.combine = self.options.combine
-        self.reads_steady = self.options.combine in ("sum_softmax", "max_softmax")
+        self.reads_steady = frozenset({"rerank"} if self.options.combine in ("sum_softmax", "max_softmax") else ())
         self.has_norms = self.options.vote == "linear" and self.options.norm_weight
         self.needs: frozenset[Need] = frozenset(self._needs())
 
@@ -116,19 +116,8 @@ class ParisKV(Retriever):
 
     @hookimpl
     def encode_query(self, heads: Tensor, state: Tensors) -> Tensors:
-        """The step's queries in the keys' frame.
-
-        heads    [B, H, G, P]  each query head
-        rotated  [B, H, P]     their mean, by the heads' weights
-        offset   [B, H, G]     q.centre, which the estimates lack
-        """
-        queries = heads.float()
-        turned = torch.bmm(queries.flatten(0, 1), state["queries_to"].flatten(0, 1)).view(*heads.shape[:3], -1)
-        return {
-            "heads": turned,
-            "rotated": (turned * state["weights"].unsqueeze(3)).sum(2) / heads.shape[2],
-            "offset": (queries * state["centre"].unsqueeze(2)).sum(3),
-        }
+        """The step's queries in the keys' frame: `heads`, `rotated`, `offset`."""
+        return queries_to_frame(heads, state["centre"], state["queries_to"], state["weights"])._asdict()
 
     @hookimpl
     def coarse_select(self, query: Query, codes: Codes, budget: Budget) -> Selection:
@@ -152,9 +141,9 @@ class ParisKV(Retriever):
         if self.options.combine == "mean_query":
             mean = encoded(query, "heads").mean(2)
             return keep_best(selection, estimate_scores(mean, *estimated), top_k)
-        products, offset = estimate_scores_by_head(encoded(query, "heads"), *estimated), encoded(query, "offset")
+        offset, how = encoded(query, "offset"), (self.options.combine, query.scaling, query.softcap)
         steady = torch.full_like(offset, -torch.inf) if query.steady is None else query.steady.float()
-        scores = combine_scores(products, offset, steady, self.options.combine, query.scaling, query.softcap)
+        scores = combine_estimates(encoded(query, "heads"), *estimated, offset, steady, *how)
         return keep_best(selection, scores, top_k)
 
 

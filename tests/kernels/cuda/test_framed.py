@@ -58,6 +58,32 @@ def test_frames_have_the_same_bits_at_real_sizes(dim: int, padded: int, device: 
         check_frame(2, 3, n, dim, padded, device)
 
 
+def check_queries(batch: int, heads: int, group: int, dim: int, padded: int, device: torch.device, **how: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        queries = torch.randn(batch, group, heads, dim, generator=generator(dim)).to(dtype).transpose(1, 2)
+        frame = [
+            torch.randn(batch, heads, dim, generator=generator(1)),
+            torch.randn(batch, heads, dim, padded, generator=generator(2)),
+            torch.rand(batch, heads, group, generator=generator(3)),
+        ]
+        wanted = frame_naive.queries_to_frame(queries, *frame)
+        got = frame_kernel.queries_to_frame(queries.to(device), *(tensor.to(device) for tensor in frame), **how)
+        for name, one, other in zip(wanted._fields, got, wanted, strict=True):
+            torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize(("group", "dim", "padded"), [(1, 16, 16), (3, 10, 16), (2, 8, 8)])
+def test_queries_are_brought_to_the_frame_as_defined(group: int, dim: int, padded: int, device: torch.device) -> None:
+    check_queries(1, 2, group, dim, padded, device, columns=8, parts=4)
+
+
+@needs_gpu
+@pytest.mark.parametrize(("dim", "padded"), [(64, 64), (80, 128), (96, 128), (128, 128), (256, 256)])
+@pytest.mark.parametrize("group", [1, 4, 7, 16])
+def test_queries_at_real_sizes(group: int, dim: int, padded: int, device: torch.device) -> None:
+    check_queries(3, 8, group, dim, padded, device)
+
+
 def check_linear(batch: int, heads: int, padded: int, m: int, device: torch.device) -> None:
     rotated = torch.randn(batch, heads, padded, generator=generator(padded))
     rotated[0, 0] = 0
@@ -132,6 +158,40 @@ def test_estimates_by_head_are_those_of_the_definition(
 @pytest.mark.parametrize("group", [1, 4, 16])
 def test_estimates_by_head_at_real_sizes(group: int, padded: int, m: int, device: torch.device) -> None:
     check_by_head(group, padded, m, 3000, 1777, device)
+
+
+def check_sums(group: int, padded: int, n: int, num: int, device: torch.device, **how: int) -> None:
+    """Estimates that are summed on the way are combined as those that are not."""
+    codes = encode_naive.encode_keys(torch.randn(2, 2, n, padded, generator=generator(n)), 8, 42)
+    rotated = 4 * torch.randn(2, 2, group, padded, generator=generator(group))
+    indices = torch.randint(-1, n, (2, 2, num), generator=generator(num), dtype=torch.int32)
+    indices[1, 1] = -1
+    offset, steady = (5 * torch.randn(2, 2, group, generator=generator(i)) for i in range(2))
+    steady[:, 1, 0] = -torch.inf
+    given = [tensor.to(device) for tensor in (rotated, codes.codes, codes.weights, indices)]
+    products = rerank_naive.estimate_scores_by_head(rotated, codes.codes, codes.weights, indices)
+    for name in COMBINE[1:]:
+        for softcap in (None, 3.0):
+            wanted = combine_naive.combine_scores(products, offset, steady, name, 0.25, softcap)
+            got, sums = rerank_kernel.estimate_and_sum(*given, offset.to(device), 0.25, softcap, **how)
+            torch.testing.assert_close(got.cpu(), products, rtol=1e-5, atol=1e-5)
+            rest = offset.to(device), steady.to(device), sums, name, 0.25, softcap
+            torch.testing.assert_close(
+                combine_kernel.combine_by_sums(got, *rest, **how).cpu(), wanted, rtol=1e-4, atol=1e-4
+            )
+
+
+@pytest.mark.parametrize(("group", "padded", "num"), [(1, 16, 5), (3, 16, 40)])
+def test_estimates_are_summed_on_the_way(group: int, padded: int, num: int, device: torch.device) -> None:
+    check_sums(group, padded, 20, num, device, threads=4)
+
+
+@needs_gpu
+@pytest.mark.parametrize("padded", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 4, 7, 16])
+@pytest.mark.parametrize("num", [1, 1777, 100_003])
+def test_sums_at_real_sizes(group: int, padded: int, num: int, device: torch.device) -> None:
+    check_sums(group, padded, 3000, num, device)
 
 
 def check_combine(group: int, num: int, device: torch.device, **how: int) -> None:

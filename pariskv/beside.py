@@ -1,0 +1,43 @@
+"""Work of a decode step that the device does beside what follows it, because nobody needs its result yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class Beside(Generic[Result]):
+    """Starts the work on a stream of its own; where that is captured, it is a branch of the graph. On a CPU: at once.
+
+    What the work reads must stay until `result` has been called, which a captured step has to do: a graph whose
+    branches do not meet again is refused by CUDA.
+    """
+
+    def __init__(self, device: torch.device, work: Callable[[], Result]):
+        self._stream: torch.cuda.Stream | None = None
+        if device.type != "cuda":
+            self._result = work()
+            return
+        self._current = torch.cuda.current_stream(device)
+        self._stream = _stream_beside(self._current)
+        # So the memory that the stream's earlier work was given back may be used again, too.
+        self._stream.wait_stream(self._current)
+        with torch.cuda.stream(self._stream):
+            self._result = work()
+
+    def result(self) -> Result:
+        """What the work returned; the device waits for it, the host does not."""
+        if self._stream is not None:
+            self._current.wait_stream(self._stream)
+            self._stream = None
+        return self._result
+
+
+@lru_cache
+def _stream_beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
+    return torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
