@@ -1,4 +1,4 @@
-"""`pariskv bench kernels`: every kernel of the default retriever on its own; `fetch.py` adds the stage that fetches.
+"""`pariskv bench kernels`: the kernels of `pariskv` and `pariskv-paper`, each alone; `fetch.py` adds the fetching stage.
 
 Each kernel is given one layer after the other, so many that the sign codes alone exceed the L2. What it
 reads of the kernel before it (votes, candidates, scores) may still be there, as in a step.
@@ -19,7 +19,7 @@ from pariskv.bench.output import Row, make_row
 from pariskv.bench.room import TOO_LARGE, reason, release
 from pariskv.bench.timing import Timer, bus_bandwidth, copy_bandwidth, layers_to_cycle
 from pariskv.budget import CandidateRule
-from pariskv.types import LayerInfo
+from pariskv.types import LayerInfo, Tensors
 
 SUBSPACE_DIM = 8
 SEED = 42
@@ -46,7 +46,7 @@ class Settings:
     @property
     def num_rows(self) -> int:
         per_top_k = 2 + len(self.stores)
-        return len(self.tokens) * (6 + per_top_k * len(self.top_ks))
+        return len(self.tokens) * (11 + per_top_k * len(self.top_ks))
 
     def info(self, device: torch.device) -> LayerInfo:
         return LayerInfo(
@@ -63,6 +63,7 @@ class Inputs:
     """What the kernels of one layer read, each made by the kernel before it.
 
     keys [B, H, N, D], heads [B, H, G, D]; rows [B, H, M, 2, D] of sink, ring and the most slots, all steady and valid
+    `frame` is what a prompt teaches `pariskv`: all that `learn_frame` returns
     lengths int32 [B], targets int64 [B] (keys that should collide), count int32 [B] and width C of the candidates
     """
 
@@ -74,7 +75,11 @@ class Inputs:
     lengths: Tensor
     count: Tensor
     width: int
+    frame: Tensors
+    framed: Any  # Framed
     codes: Any  # KeyCodes
+    query: Any  # FramedQueries
+    linear: Tensor
     rotated: Tensor
     table: Tensor
     votes: Any  # Votes
@@ -127,12 +132,15 @@ def _kernel_rows(settings: Settings, timer: Timer, tokens: int, bandwidth: float
 
 def make_inputs(settings: Settings, tokens: int, device: torch.device) -> Inputs:
     """Random keys and queries, and what each kernel makes of what the one before it made."""
-    from pariskv_kernels.collide import collide
+    from pariskv_kernels.collide import collide_scaled
     from pariskv_kernels.encode import encode_keys
+    from pariskv_kernels.frame import queries_to_frame, to_frame
+    from pariskv_kernels.linear import linear_table
     from pariskv_kernels.rerank import estimate_scores
     from pariskv_kernels.select import select_by_votes
     from pariskv_kernels.srht import rotate_group_mean
     from pariskv_kernels.tiers import tier_table
+    from pariskv_plugins.paris.framed import ParisKV
     from pariskv_plugins.paris.paper import COLLIDING
 
     def random(*size: int) -> Tensor:
@@ -141,12 +149,16 @@ def make_inputs(settings: Settings, tokens: int, device: torch.device) -> Inputs
     most = max(settings.top_ks)
     keys, heads = random(tokens, settings.head_dim), random(settings.group, settings.head_dim)
     lengths = torch.full((settings.batch,), tokens, dtype=torch.int32, device=device)
-    width = CandidateRule.parse(settings.candidates).count(tokens, most)
+    width = CandidateRule.parse(settings.candidates, ParisKV.candidate_ratios).count(tokens, most)
     count = torch.full_like(lengths, width)
-    codes = encode_keys(keys, SUBSPACE_DIM, SEED)
+    frame = _any_frame(settings, device)
+    framed = to_frame(keys, frame["centre"], frame["keys_to"], frame["power"])
+    codes = encode_keys(framed.z, SUBSPACE_DIM, None)
+    query = queries_to_frame(heads, frame["centre"], frame["queries_to"], frame["weights"])
+    linear = linear_table(query.rotated, SUBSPACE_DIM)
     rotated = rotate_group_mean(heads, SEED)
     table = tier_table(rotated, codes.counts, lengths, COLLIDING)
-    votes = collide(codes.signs, table, lengths)
+    votes = collide_scaled(codes.signs, linear, lengths, framed.norms)
     candidates = select_by_votes(votes, count, lengths, width)
     return Inputs(
         keys=keys,
@@ -157,7 +169,11 @@ def make_inputs(settings: Settings, tokens: int, device: torch.device) -> Inputs
         lengths=lengths,
         count=count,
         width=width,
+        frame=frame,
+        framed=framed,
         codes=codes,
+        query=query,
+        linear=linear,
         rotated=rotated,
         table=table,
         votes=votes,
@@ -166,44 +182,89 @@ def make_inputs(settings: Settings, tokens: int, device: torch.device) -> Inputs
     )
 
 
+def _any_frame(settings: Settings, device: torch.device) -> Tensors:
+    """A frame that neither centres nor stretches; the time does not depend on what is in it."""
+    from pariskv_kernels.srht import padded_dim
+    from pariskv_kernels.srht.naive import rotation_matrix
+
+    rows, dim = (settings.batch, settings.kv_heads), settings.head_dim
+    turn = rotation_matrix(dim, padded_dim(dim), SEED, device).float().expand(*rows, -1, -1).contiguous()
+    return {
+        "centre": torch.zeros(*rows, dim, device=device),
+        "keys_to": turn,
+        "queries_to": turn.clone(),
+        "power": torch.full(rows, float(turn.shape[-1] * dim), device=device),
+        "weights": torch.ones(*rows, settings.group, device=device),
+    }
+
+
 def kernels(top_ks: tuple[int, ...]) -> list[Kernel]:
-    """The kernels in the order of a step, after `encode`; the last two once for each top_k."""
-    from pariskv_kernels.collide import collide
+    """The kernels in the order of a step, after those that encode; the last two once for each top_k."""
+    from pariskv_kernels.collide import collide, collide_scaled
+    from pariskv_kernels.combine import combine_estimates
     from pariskv_kernels.encode import encode_keys
+    from pariskv_kernels.frame import queries_to_frame, to_frame
+    from pariskv_kernels.linear import linear_table
     from pariskv_kernels.rerank import estimate_scores
     from pariskv_kernels.select import select_by_votes
     from pariskv_kernels.srht import rotate_group_mean
     from pariskv_kernels.tiers import tier_table
     from pariskv_plugins.paris.paper import COLLIDING
 
+    def rerank(one: Inputs) -> Tensor:
+        codes, scaling = (one.codes.codes, one.codes.weights, one.candidates), one.heads.shape[-1] ** -0.5
+        steady = one.query.offset  # zeros
+        return combine_estimates(one.query.heads, *codes, one.query.offset, steady, "sum_softmax", scaling)
+
     return [
         Kernel(
+            "to frame",
+            lambda one: to_frame(one.keys, one.frame["centre"], one.frame["keys_to"], one.frame["power"]),
+            lambda one: _bytes(one.keys, *one.framed, one.frame["keys_to"]),
+        ),
+        Kernel(
             "encode",
-            lambda one: encode_keys(one.keys, SUBSPACE_DIM, SEED),
-            lambda one: _bytes(one.keys, *one.codes),
+            lambda one: encode_keys(one.framed.z, SUBSPACE_DIM, None),
+            lambda one: _bytes(one.framed.z, *one.codes),
         ),
         Kernel(
-            "rotate query",
-            lambda one: rotate_group_mean(one.heads, SEED),
-            lambda one: _bytes(one.heads, one.rotated),
+            "query to frame",
+            lambda one: queries_to_frame(one.heads, one.frame["centre"], one.frame["queries_to"], one.frame["weights"]),
+            lambda one: _bytes(one.heads, *one.query, one.frame["queries_to"]),
         ),
         Kernel(
-            "tier table",
-            lambda one: tier_table(one.rotated, one.codes.counts, one.lengths, COLLIDING),
-            lambda one: _bytes(one.rotated, one.codes.counts, one.table),
+            "linear table",
+            lambda one: linear_table(one.query.rotated, SUBSPACE_DIM),
+            lambda one: _bytes(one.query.rotated, one.linear),
         ),
         Kernel(
             "collide",
-            lambda one: collide(one.codes.signs, one.table, one.lengths),
-            lambda one: _bytes(one.codes.signs, one.table, *one.votes),
+            lambda one: collide_scaled(one.codes.signs, one.linear, one.lengths, one.framed.norms),
+            lambda one: _bytes(one.codes.signs, one.framed.norms, one.linear, *one.votes),
         ),
         Kernel(
             "select votes",
             lambda one: select_by_votes(one.votes, one.count, one.lengths, one.width),
             lambda one: _bytes(*one.votes, one.candidates),
         ),
+        Kernel("rerank", rerank, lambda one: _candidate_bytes(one) + _bytes(one.candidates, one.scores)),
         Kernel(
-            "rerank",
+            "rotate query (paper)",
+            lambda one: rotate_group_mean(one.heads, SEED),
+            lambda one: _bytes(one.heads, one.rotated),
+        ),
+        Kernel(
+            "tier table (paper)",
+            lambda one: tier_table(one.rotated, one.codes.counts, one.lengths, COLLIDING),
+            lambda one: _bytes(one.rotated, one.codes.counts, one.table),
+        ),
+        Kernel(
+            "collide (paper)",
+            lambda one: collide(one.codes.signs, one.table, one.lengths),
+            lambda one: _bytes(one.codes.signs, one.table, one.votes.votes),
+        ),
+        Kernel(
+            "rerank (paper)",
             lambda one: estimate_scores(one.rotated, one.codes.codes, one.codes.weights, one.candidates),
             lambda one: _candidate_bytes(one) + _bytes(one.candidates, one.scores),
         ),

@@ -507,7 +507,8 @@ def test_kernel_rows_name_each_kernel_and_count_what_it_moves() -> None:
     rows = list(kernels.measure(settings, timer, measured))
     assert len(rows) == settings.num_rows
     assert [row["kernel"] for row in rows] == [
-        "encode", "rotate query", "tier table", "collide", "select votes", "rerank",
+        "to frame", "encode", "query to frame", "linear table", "collide", "select votes", "rerank",
+        "rotate query (paper)", "tier table (paper)", "collide (paper)", "rerank (paper)",
         "select scores 8", "attend 8", "select scores 32", "attend 32", "fetch resident 8", "fetch resident 32",
     ]  # fmt: skip
     for row in rows:
@@ -517,8 +518,10 @@ def test_kernel_rows_name_each_kernel_and_count_what_it_moves() -> None:
     moved = {row["kernel"]: row["bytes"] for row in rows}
     heads, dim = 2, 64
     assert moved["encode"] == heads * (300 * (4 * dim + 8 + 32 + 16) + 8 * 256 * 4)
-    assert moved["collide"] == heads * (300 * (8 + 1) + 8 * 256 + 4 * (6 * 8 + 1))
-    assert moved["rerank"] == heads * 150 * (32 + 16 + 4 + 4)
+    assert moved["to frame"] == heads * (300 * (4 * dim + 4 * dim + 1) + 4 * dim * dim)
+    assert moved["collide"] == heads * (300 * (8 + 1 + 1) + 8 * 256 + 4 * 256)
+    assert moved["collide (paper)"] == heads * (300 * (8 + 1) + 8 * 256)
+    assert moved["rerank"] == moved["rerank (paper)"] == heads * 75 * (32 + 16 + 4 + 4)
     assert moved["attend 32"] == heads * ((kernels.STEADY + 32) * 2 * dim * 4 + 2 * 2 * dim * 4)
     assert moved["fetch resident 32"] == 2 * heads * 32 * 2 * dim * 4
     assert set(measured) == {"copy_bytes_per_s", "bus_bytes_per_s"}
@@ -734,7 +737,7 @@ SMALL = ["--tokens", "8K", "--top-k", "64"]
 @pytest.mark.parametrize(
     ("command", "count"),
     [
-        (["kernels", *SMALL, "--replays", "3"], 6 + 2 + 3),
+        (["kernels", *SMALL, "--replays", "3"], 11 + 2 + 3),
         (["layer", *SMALL, "--batch", "1,2", "--replays", "3"], 6),
         (["decode", "--shape", "llama3.2-1b", *SMALL, "--steps", "8", "--no-compile"], 1),
         (["decode", "--shape", "llama3.2-1b", *SMALL, "--steps", "8", "--no-compile", "--no-graph", "--prefill"], 1),

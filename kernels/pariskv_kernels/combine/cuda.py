@@ -120,7 +120,7 @@ def combine(products, offset, steady, sums, combined, scaling, softcap):
                 top = max(top, highest[g * LANES + i])
             whole[g] = np.float32(0)
             if top > NOTHING:
-                mass = math.exp(steady[b, h, g] - top)
+                mass = np.float32(math.exp(steady[b, h, g] - top))
                 for i in range(LANES):
                     if total[g * LANES + i] > 0:
                         mass += total[g * LANES + i] * math.exp(highest[g * LANES + i] - top)
@@ -134,7 +134,7 @@ def combine(products, offset, steady, sums, combined, scaling, softcap):
                 score[g] = capped(score[g], softcap)
             if HOW > 0:
                 score[g] = np.float32(score[g] - whole[g])
-            best = max(best, score[g])
+            best = np.float32(max(best, score[g]))
         if HOW == 1 and best > NOTHING:
             sum_of_shares = np.float32(0)
             for g in static(GROUP):

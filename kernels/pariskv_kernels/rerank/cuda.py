@@ -46,8 +46,9 @@ def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Te
 def estimate_scores_by_head(
     rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor, threads: int = 256
 ) -> Tensor:
-    constants, empty = {"SUMMED": False, "CAPPED": False}, rotated.new_empty(0)
-    return _by_head(constants, rotated, codes, weights, indices, empty, 1.0, None, threads)[0]
+    constants: dict[str, int] = {"SUMMED": False, "CAPPED": False}
+    unread = rotated.new_empty(rotated.shape[:3])
+    return _by_head(constants, rotated, codes, weights, indices, unread, 1.0, None, threads)[0]
 
 
 def estimate_and_sum(
@@ -64,7 +65,7 @@ def estimate_and_sum(
 
     returns  [B, H, G, C] and [B, H, G, parts, 2], the highest score of a part and the sum of exp(score - highest)
     """
-    constants = {"SUMMED": True, "CAPPED": softcap is not None}
+    constants: dict[str, int] = {"SUMMED": True, "CAPPED": softcap is not None}
     return _by_head(constants, rotated, codes, weights, indices, offset, scaling, softcap, threads)
 
 
@@ -212,10 +213,10 @@ def estimate_group(rotated, codes, weights, indices, levels, scores, offset, sum
     for i in range(thread, np.uint32(16), np.uint32(THREADS)):
         table[i] = levels[i]
     for i in range(thread, np.uint32(PADDED * PAIRS), np.uint32(THREADS)):
-        j, g = np.uint32(i // np.uint32(PAIRS)), np.uint32(i % np.uint32(PAIRS) * np.uint32(2))
-        both = np.uint64(queries[g, j].view(np.uint32))
-        if g + np.uint32(1) < np.uint32(GROUP):
-            both |= np.uint64(queries[g + np.uint32(1), j].view(np.uint32)) << np.uint64(32)
+        at, one = np.uint32(i // np.uint32(PAIRS)), np.uint32(i % np.uint32(PAIRS) * np.uint32(2))
+        both = np.uint64(queries[one, at].view(np.uint32))
+        if one + np.uint32(1) < np.uint32(GROUP):
+            both |= np.uint64(queries[one + np.uint32(1), at].view(np.uint32)) << np.uint64(32)
         query[i] = both
     for g in static(GROUP):
         highest[g] = NOTHING
@@ -277,7 +278,7 @@ def estimate_group(rotated, codes, weights, indices, levels, scores, offset, sum
     if SUMMED:
         for g in static(GROUP):
             top = block_max(highest[g], warps, thread, np.uint32(THREADS))
-            part = np.float32(mass[g] * math.exp(highest[g] - top)) if mass[g] > 0 else np.float32(0)
-            part = block_sum(part, warps, thread, np.uint32(THREADS))
+            own = np.float32(mass[g] * math.exp(highest[g] - top)) if mass[g] > 0 else np.float32(0)
+            own = block_sum(own, warps, thread, np.uint32(THREADS))
             if thread == 0:
-                sums[b, h, g, cuda.blockIdx.x, 0], sums[b, h, g, cuda.blockIdx.x, 1] = top, part
+                sums[b, h, g, cuda.blockIdx.x, 0], sums[b, h, g, cuda.blockIdx.x, 1] = top, own
