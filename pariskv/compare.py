@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pariskv.bench.units import parse_count, parse_list
 from pariskv.config import DEFAULT, Config
 from pariskv.decode import Batch, make_steps
 from pariskv.errors import CapacityError, ConfigError
@@ -27,6 +26,7 @@ from pariskv.registry import Registry
 from pariskv.replay import Clock, PassThrough, Tape, filled_layer, fitting_top_k, replay_layer
 from pariskv.resolve import Instance, Retrievers
 from pariskv.session import WHOLE_PROMPT
+from pariskv.units import parse_count, parse_list
 from pariskv.window import Window
 
 if TYPE_CHECKING:
