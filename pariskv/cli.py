@@ -1,4 +1,4 @@
-"""The command line: `pariskv run | compare | eval | calibrate | plugins | config | model | bench`.
+"""The command line: `pariskv run | plan | compare | eval | calibrate | plugins | config | model | bench`.
 
 What a user can mend is one line on standard error and exit code 2; Ctrl-C is exit code 130.
 """
@@ -25,6 +25,7 @@ from pariskv.bench.cli import bench_app
 from pariskv.config import Config, layer_range, load_config, parse_config, to_yaml
 from pariskv.errors import ConfigError, ParisKVError
 from pariskv.evaluation.cli import eval_app
+from pariskv.units import parse_bytes, parse_tokens, with_option
 
 if TYPE_CHECKING:
     from pariskv.compare_output import Results
@@ -162,6 +163,36 @@ def _show(ours: Run, dense: Run | None) -> None:
         _say(f"the texts {'agree' if dense.text == ours.text else 'differ'}")
     if ours.interrupted:
         _say("interrupted: the table is about what was generated so far")
+
+
+@app.command()
+def plan(
+    config: ConfigPath,
+    context: Annotated[str, typer.Option(help="tokens of a row, prompt and new ones together: 32768, 128K")],
+    overrides: Overrides = None,
+    batch: Annotated[int, typer.Option(min=1, help="rows")] = 1,
+    device_memory: Annotated[str | None, typer.Option(help="plan for a GPU of that size, such as 80GB")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="memory of its host, such as 512GB")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a request would take of the memory, and the largest that fits; loads no weights."""
+    from pariskv.plan import Machine, as_table, describe
+    from pariskv.plan import plan as make_plan
+
+    settings = load_config(config, overrides or [])
+    _check_names(settings)
+    sizes = {name: _size(name, text) for name, text in (("device", device_memory), ("host", host_memory))}
+    tokens = with_option("--context", parse_tokens, context)
+    machine = Machine.of(settings, sizes["device"], sizes["host"])
+    found = make_plan(describe(settings, machine.device), machine, tokens, batch)
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        wide_console().print(as_table(found, tokens, batch))
+
+
+def _size(name: str, text: str | None) -> int | None:
+    return None if text is None else with_option(f"--{name}-memory", parse_bytes, text)
 
 
 @app.command()

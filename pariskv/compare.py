@@ -17,16 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pariskv.bench.units import parse_count, parse_list
 from pariskv.config import DEFAULT, Config
 from pariskv.decode import Batch, make_steps
 from pariskv.errors import CapacityError, ConfigError
-from pariskv.memory import refuse_if_too_large
 from pariskv.metrics import Fidelity, Mean, host_bytes_per_step, index_bytes_per_token, measure_logits
+from pariskv.planner import chunk_for
 from pariskv.registry import Registry
 from pariskv.replay import Clock, PassThrough, Tape, filled_layer, fitting_top_k, replay_layer
 from pariskv.resolve import Instance, Retrievers
-from pariskv.session import WHOLE_PROMPT
+from pariskv.units import parse_count, parse_list
 from pariskv.window import Window
 
 if TYPE_CHECKING:
@@ -225,16 +224,13 @@ class Comparison:
         """Whether a format wants the prompt's queries; refuses what cannot be bound or does not fit."""
         cache = self.new_cache(name, max(self.settings.budgets))
         if self.config.runtime.check_memory:
-            need = cache.estimate(1, tokens, self.settings.steps)
-            refuse_if_too_large(need, self.model.device, self.config.prefill.history)
+            cache.planner.refuse(1, tokens, self.settings.steps)
         return any(pipeline.wants_queries for pipeline in cache.request.pipelines.values())
 
     def _read(self, prompt: Tensor, question: Tensor, keep_queries: bool, progress: Progress) -> Reference:
         from pariskv.integrations.reference import read_densely
 
-        chunk = self.config.prefill.chunk
-        if chunk == "auto":
-            chunk = WHOLE_PROMPT if prompt.shape[1] <= WHOLE_PROMPT else WHOLE_PROMPT // 2
+        chunk = chunk_for(self.config.prefill.chunk, prompt.shape[1]) or prompt.shape[1]
         progress("dense pass", 0, prompt.shape[1])
         return read_densely(
             self.model,

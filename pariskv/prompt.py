@@ -195,7 +195,7 @@ class QueryStatistics:
             self._sum(row, waiting[:, :, :size])
             self._seen[row] += size
             waiting = waiting[:, :, size:]
-        self._waiting[row] = waiting
+        self._waiting[row] = without_the_rest(waiting)  # or a few queries would keep the whole chunk's alive
 
     def _block(self, row: int) -> int:
         return self.window.sink if self._seen[row] < self.window.sink else self.window.update

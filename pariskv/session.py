@@ -12,16 +12,13 @@ from pariskv.config import Config, RuntimeConfig, load_config, to_dict
 from pariskv.decode import Batch, DecodeCache, Progress, decode, generate, prefill
 from pariskv.errors import CapacityError, ConfigError
 from pariskv.graph import capture_reason
-from pariskv.memory import refuse_if_too_large
 from pariskv.needle import Needle, needle_prompt
+from pariskv.planner import chunk_for
 from pariskv.report import Report
 
 if TYPE_CHECKING:
     from pariskv.integrations.language_model import LanguageModel
     from pariskv.integrations.transformers import ParisCache
-
-WHOLE_PROMPT = 16_384
-"""`prefill.chunk: auto` reads prompts up to this length in one chunk, longer ones in halves of it."""
 
 
 @dataclass
@@ -200,18 +197,14 @@ class Session:
         capture_reason(self.config.runtime, cache, self.model.device)
         if self.config.runtime.check_memory:
             rows, prompt_tokens = batch.tokens.shape
-            need = cache.estimate(rows, prompt_tokens, self.config.generation.max_new_tokens)
-            refuse_if_too_large(need, self.model.device, self.config.prefill.history)
+            cache.planner.refuse(rows, prompt_tokens, self.config.generation.max_new_tokens)
         if not self._is_warm:
             cache.warm_up()
             self._is_warm = True
         return cache
 
     def _chunk(self, batch: Batch) -> int | None:
-        chunk = self.config.prefill.chunk
-        if chunk != "auto":
-            return chunk
-        return None if batch.tokens.shape[1] <= WHOLE_PROMPT else WHOLE_PROMPT // 2
+        return chunk_for(self.config.prefill.chunk, batch.tokens.shape[1])
 
 
 def run_to_dict(run: Run, config: Config) -> dict[str, object]:

@@ -57,7 +57,7 @@ def kernels(
     """Each kernel on its own: microseconds in a graph, bytes moved, share of the measured bandwidth."""
     from pariskv.bench.kernels import Settings, measure
     from pariskv.bench.timing import GraphTimer
-    from pariskv.bench.units import parse_candidates, parse_count, parse_list, parse_tokens
+    from pariskv.units import parse_candidates, parse_count, parse_list, parse_tokens
 
     settings = Settings(
         tokens=parse_list(tokens, parse_tokens, "--tokens"),
@@ -87,8 +87,8 @@ def layer(
     from pariskv.bench.layer import Settings, measure
     from pariskv.bench.synthetic import bench_config
     from pariskv.bench.timing import GraphTimer
-    from pariskv.bench.units import parse_candidates, parse_count, parse_list, parse_tokens
     from pariskv.resolve import for_device
+    from pariskv.units import parse_candidates, parse_count, parse_list, parse_tokens
 
     settings = Settings(
         tokens=parse_list(tokens, parse_tokens, "--tokens"),
@@ -124,9 +124,9 @@ def decode(
     from pariskv.bench.decode import Settings, measure
     from pariskv.bench.synthetic import bench_config
     from pariskv.bench.timing import GraphTimer
-    from pariskv.bench.units import one_of, parse_bytes, parse_candidates, parse_count, parse_list, parse_tokens
     from pariskv.integrations.shapes import SHAPES
     from pariskv.resolve import for_device
+    from pariskv.units import one_of, parse_bytes, parse_candidates, parse_count, parse_list, parse_tokens
 
     (name,) = parse_list(shape, one_of(tuple(SHAPES)), "--shape")
     settings = Settings(
@@ -163,9 +163,9 @@ def retrievers(
     """One layer's decode step by every retriever with its published placement, beside dense SDPA."""
     from pariskv.bench.retrievers import Settings, measure
     from pariskv.bench.timing import GraphTimer
-    from pariskv.bench.units import one_of, parse_candidates, parse_count, parse_list, parse_tokens
     from pariskv.registry import Registry
     from pariskv.resolve import for_device
+    from pariskv.units import one_of, parse_candidates, parse_count, parse_list, parse_tokens
 
     settings = Settings(
         retrievers=parse_list(retrievers, one_of(tuple(Registry.load().names())), "--retrievers"),
@@ -191,7 +191,7 @@ def memory(
 
     from pariskv.bench.memory import Settings, measure
     from pariskv.bench.timing import require_cuda
-    from pariskv.bench.units import parse_bytes, parse_list
+    from pariskv.units import parse_bytes, parse_list
 
     settings = Settings(sizes=parse_list(size, parse_bytes, "--bytes"))
     require_cuda()
@@ -262,7 +262,7 @@ class _Run:
 
 def _stores(text: str) -> tuple[str, ...]:
     from pariskv.bench.synthetic import STORES
-    from pariskv.bench.units import one_of, parse_list
+    from pariskv.units import one_of, parse_list
 
     return parse_list(text, one_of(tuple(STORES)), "--store")
 

@@ -19,11 +19,12 @@ from pariskv.bench.dense import time_dense
 from pariskv.bench.output import Row, make_row
 from pariskv.bench.room import TOO_LARGE, reason, refuse_layers, release
 from pariskv.bench.static import dense_step
-from pariskv.bench.synthetic import bench_config, bench_pipeline, fill_layer
+from pariskv.bench.synthetic import bench_config, bench_pipeline
 from pariskv.bench.timing import Timer, copy_bandwidth
 from pariskv.config import GenerationConfig, RuntimeConfig
 from pariskv.decode import Batch, decode, prefill
 from pariskv.errors import CapacityError, ConfigError
+from pariskv.filling import fill_layer
 from pariskv.prompt import History
 from pariskv.types import LayerInfo
 

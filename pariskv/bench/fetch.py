@@ -9,10 +9,11 @@ import torch
 
 from pariskv.bench.output import Row, make_row
 from pariskv.bench.room import TOO_LARGE, reason, refuse
-from pariskv.bench.synthetic import CHUNK, bench_config, bench_pipeline, overlapping_indices
+from pariskv.bench.synthetic import bench_config, bench_pipeline, overlapping_indices
 from pariskv.bench.timing import Timer
 from pariskv.binding import LayerPipeline
 from pariskv.errors import CapacityError
+from pariskv.filling import CHUNK
 from pariskv.types import LayerInfo, Selection, Store
 
 if TYPE_CHECKING:

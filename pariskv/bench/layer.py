@@ -18,7 +18,6 @@ from pariskv.bench.synthetic import (
     LayerSizes,
     bench_config,
     bench_pipeline,
-    filled_layer,
     layers_for,
     mean_overlap,
     mix_for_overlap,
@@ -26,6 +25,7 @@ from pariskv.bench.synthetic import (
     selected_indices,
 )
 from pariskv.bench.timing import Timer
+from pariskv.filling import filled_layer
 from pariskv.layer import LayerState
 
 CALIBRATION_STEPS = 4

@@ -11,8 +11,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from pariskv.bench.units import show_tokens
 from pariskv.errors import ConfigError
+from pariskv.units import show_tokens
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "kernels": ("kernel", "tokens", "us", "bytes", "bandwidth_fraction"),

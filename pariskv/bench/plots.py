@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pariskv.bench.output import Result, Row, read_json
-from pariskv.bench.units import show_tokens
 from pariskv.errors import ConfigError
+from pariskv.units import show_tokens
 
 Line = list[tuple[float, float]]
 Lines = dict[str, Line]

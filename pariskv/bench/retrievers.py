@@ -16,16 +16,17 @@ import torch
 from pariskv.bench.dense import Dense, measure_dense
 from pariskv.bench.output import Row, make_row
 from pariskv.bench.room import TOO_LARGE, reason, refuse_layers, release
-from pariskv.bench.synthetic import DecodeSteps, LayerSizes, bench_pipeline, filled_layer, layers_for
+from pariskv.bench.synthetic import DecodeSteps, LayerSizes, bench_pipeline, layers_for
 from pariskv.bench.timing import EagerTimer, Timer
-from pariskv.bench.units import show_tokens
 from pariskv.binding import LayerPipeline
 from pariskv.config import Config, parse_config
 from pariskv.errors import CapacityError
+from pariskv.filling import filled_layer
 from pariskv.layer import LayerState
 from pariskv.metrics import index_bytes_per_token
 from pariskv.replay import Clock
 from pariskv.types import LayerInfo
+from pariskv.units import show_tokens
 from pariskv.window import Window
 
 SEGMENT, SEGMENT_FROM = 8192, 1 << 17

@@ -8,7 +8,8 @@ import torch
 
 from pariskv.binding import LayerPipeline
 from pariskv.errors import CapacityError
-from pariskv.memory import available_bytes, estimate_layer, gigabytes
+from pariskv.memory import available_bytes, gigabytes
+from pariskv.planner import estimate_layer
 from pariskv.types import LayerInfo
 from pariskv.window import Window
 

@@ -89,12 +89,12 @@ def drift(
 ) -> None:
     """Recall@100 while generation moves away from the prompt: of a model from prose to code, or of made-up keys."""
     from pariskv.bench.manifest import make_manifest
-    from pariskv.bench.units import parse_list
     from pariskv.cli import described_progress, wide_console
     from pariskv.compare import check_names
     from pariskv.compare_output import check_plot
     from pariskv.evaluation.drift import Synthetic, draw, measure_drift, summarise, to_json
     from pariskv.registry import Registry
+    from pariskv.units import parse_list
 
     settings, registry = load_config(config, overrides or []), Registry.load()
     names = parse_list(retrievers, str, "--retrievers")
@@ -136,13 +136,13 @@ def needle(
 ) -> None:
     """The needle grid: is a number found in a haystack, by length and depth, beside dense attention?"""
     from pariskv.bench.manifest import make_manifest
-    from pariskv.bench.units import parse_list, parse_tokens
     from pariskv.cli import described_progress, wide_console
     from pariskv.compare import check_names
     from pariskv.compare_output import check_plot
     from pariskv.evaluation.needle import draw, measure_needles
     from pariskv.integrations.language_model import LanguageModel
     from pariskv.registry import Registry
+    from pariskv.units import parse_list, parse_tokens
 
     settings, registry = load_config(config, overrides or []), Registry.load()
     names = parse_list(retrievers, str, "--retrievers")

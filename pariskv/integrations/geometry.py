@@ -32,12 +32,16 @@ class Geometry:
         head_dim = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // self.num_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or self.num_heads
-        keys = torch.empty(batch, kv_heads, 0, head_dim, dtype=self.dtype, device=self.device)
-        return self.layer_info(index, keys)
+        return self._info(index, batch, kv_heads, head_dim, self.dtype, self.device)
 
     def layer_info(self, index: int, keys: Tensor) -> LayerInfo:
         """The layer's sizes, from its first keys [B, H, Q, D] and its module."""
         batch, kv_heads, _, head_dim = keys.shape
+        return self._info(index, batch, kv_heads, head_dim, keys.dtype, keys.device)
+
+    def _info(
+        self, index: int, batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerInfo:
         module = self.modules.get(index)
         return LayerInfo(
             index=index,
@@ -45,8 +49,8 @@ class Geometry:
             kv_heads=kv_heads,
             group=self.num_heads // kv_heads,
             head_dim=head_dim,
-            dtype=keys.dtype,
-            device=keys.device,
+            dtype=dtype,
+            device=device,
             scaling=float(getattr(module, "scaling", head_dim**-0.5)),
             softcap=getattr(module, "attn_logit_softcapping", None),
             model=self.model_name,

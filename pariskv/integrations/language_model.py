@@ -31,6 +31,7 @@ class LanguageModel:
         self.eos_ids = _eos_ids(self.model, self.tokenizer)
         pad = self.tokenizer.pad_token_id
         self._compiled: CompiledForward | None = None
+        self._known: dict[object, Any] = {}  # what the memory planner measured of this model
         self.pad_id = int(pad if pad is not None else next(iter(self.eos_ids), 0))
 
     @classmethod
@@ -62,7 +63,7 @@ class LanguageModel:
         return self._compiled(tokens, positions, cast(ParisCache, cache))
 
     def new_cache(self, config: Config) -> ParisCache:
-        return ParisCache(self.model, config)
+        return ParisCache(self.model, config, known=self._known)
 
     @contextmanager
     def dense(self) -> Iterator[DenseCache]:

@@ -33,7 +33,7 @@ from pariskv.integrations.compiled import is_running, layer_step
 from pariskv.integrations.geometry import Geometry, refuse_missing_rotary, supported_layers
 from pariskv.integrations.rotary import rotary_of
 from pariskv.layer import LayerState
-from pariskv.memory import Estimate, Planner
+from pariskv.planner import Forward, Need, Planner
 from pariskv.registry import Registry
 from pariskv.request import HEADROOM
 from pariskv.resolve import for_device
@@ -53,10 +53,17 @@ class ParisCache(Cache):
 
     model   a transformers decoder whose attention goes through `AttentionInterface`
     config  what `load_config` returns; the defaults without one
+    known   what the memory planner has measured, shared by the caches of one model
     Raises ModelError for a model that cannot be served, ConfigError and PluginError for a bad config.
     """
 
-    def __init__(self, model: PreTrainedModel, config: Config | None = None, registry: Registry | None = None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: Config | None = None,
+        registry: Registry | None = None,
+        known: dict[object, Any] | None = None,
+    ):
         config = for_device(config or load_config(None), model.device)
         text_config = model.config.get_text_config(decoder=True)
         layer_types, layer_kwargs = supported_layers(model)
@@ -66,7 +73,15 @@ class ParisCache(Cache):
         refuse_missing_rotary(pipelines.values(), rotary is not None, model)
         self.geometry = geometry = Geometry(model, text_config)
         windows = {index: window_of(pipeline, config.window, index) for index, pipeline in pipelines.items()}
-        self.planner = Planner(config.prefill.history, geometry.expected_info, pipelines, windows, model.device)
+        self.planner = Planner(
+            config,
+            geometry.expected_info,
+            pipelines,
+            windows,
+            model.device,
+            lambda: _activations(model),
+            {} if known is None else known,
+        )
         self.request = RequestState(pipelines, config.window, rotary, self.planner.history, _moments(model, pipelines))
         super().__init__(
             layers=[
@@ -121,7 +136,7 @@ class ParisCache(Cache):
         first = min(self.request.pipelines)
         warm_up(self.geometry.expected_info(first, 1), self.request.pipelines.values())
 
-    def estimate(self, batch: int, prompt_tokens: int, new_tokens: int) -> Estimate:
+    def estimate(self, batch: int, prompt_tokens: int, new_tokens: int) -> Need:
         """What a request of `batch` rows would take, before anything is allocated."""
         return self.planner.estimate(batch, prompt_tokens, new_tokens)
 
@@ -158,6 +173,12 @@ def _moments(model: PreTrainedModel, pipelines: Mapping[int, LayerPipeline]) -> 
         return {}
     found = find_calibration(model)
     return {} if found is None else {index: moment.to(model.device) for index, moment in found.moments.items()}
+
+
+def _activations(model: PreTrainedModel) -> Forward | None:
+    from pariskv.integrations.activations import activations_of
+
+    return activations_of(model)
 
 
 def _held_bytes(cache: Cache) -> int:

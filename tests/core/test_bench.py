@@ -19,7 +19,7 @@ import torch
 from pariskv_plugins.resident import ResidentStore
 from rich.console import Console
 
-from pariskv import resolve
+from pariskv import filling, resolve
 from pariskv.bench import decode, dense, fetch, kernels, layer, memory, retrievers, room, synthetic, timing
 from pariskv.bench.cli import RETRIEVERS
 from pariskv.bench.manifest import git_revision, make_manifest
@@ -27,11 +27,11 @@ from pariskv.bench.output import FIELDS, Result, as_markdown, as_table, make_row
 from pariskv.bench.plots import latency, plot, throughput
 from pariskv.bench.room import reason
 from pariskv.bench.timing import MOST_LAYERS, EagerTimer, bus_bandwidth, copy_bandwidth, layers_to_cycle
-from pariskv.bench.units import parse_bytes, parse_candidates, parse_count, parse_tokens, show_tokens
 from pariskv.cli import main
 from pariskv.errors import BindingError, CapacityError, ConfigError
 from pariskv.integrations.shapes import SHAPES
 from pariskv.types import LayerInfo
+from pariskv.units import parse_bytes, parse_candidates, parse_count, parse_tokens, show_tokens
 
 ON_GPU = torch.cuda.is_available()
 CPU = torch.device("cpu")
@@ -250,7 +250,7 @@ def test_eager_calls_are_timed_apart_and_the_first_runs_are_not_counted(monkeypa
 
 
 def test_the_rotary_embedding_can_be_undone_and_keeps_distances() -> None:
-    rotary, keys = synthetic.PlainRotary(64, CPU), torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(0))
+    rotary, keys = filling.PlainRotary(64, CPU), torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[0, 1, 7, 1000, 100_000], [3, 4, 10, 1003, 100_003]])
     turned = rotary.rotate(keys, positions)
     torch.testing.assert_close(rotary.unrotate(turned, positions), keys, rtol=0, atol=1e-5)  # float32
@@ -262,7 +262,7 @@ def test_the_rotary_embedding_can_be_undone_and_keeps_distances() -> None:
 
 def test_a_fill_gives_queries_to_those_who_learn_from_them() -> None:
     settings = retrievers.Settings(("snapkv",), (2500,), (1,), 16, "auto", **TINY)
-    one = synthetic.filled_layer(settings.info(0, 1, CPU), *settings.pipeline("snapkv", 2500, CPU), 2500)
+    one = filling.filled_layer(settings.info(0, 1, CPU), *settings.pipeline("snapkv", 2500, CPU), 2500)
     kept = one.states["snapkv"]["kept"]
     assert kept.shape == (1, 2, 16)
     assert kept.max() > 100  # without votes it would be the first 16
@@ -313,7 +313,7 @@ def test_the_mixture_is_found_by_what_is_measured() -> None:
 
 def test_a_filled_layer_overlaps_more_the_more_the_queries_stay() -> None:
     pipeline, window = synthetic.bench_pipeline(synthetic.bench_config("resident", 32, "auto"), CPU)
-    one = synthetic.filled_layer(LayerInfo(0, 1, 2, 2, 64, torch.float32, CPU, 0.125), pipeline, window, 3000)
+    one = filling.filled_layer(LayerInfo(0, 1, 2, 2, 64, torch.float32, CPU, 0.125), pipeline, window, 3000)
     assert one.retrieves
     assert one.lengths == [3000]
     measured = [layer._overlap_at(one, mix) for mix in (0.0, 0.9, 1.0)]
@@ -450,7 +450,7 @@ def test_heads_that_choose_apart_share_the_rows() -> None:
     settings = retrievers.Settings(("quest",), (2500,), (1,), 32, "auto", **TINY)
     pipeline, window = settings.pipeline("quest", 2500, CPU)
     assert pipeline.slots(settings.group) == 32
-    one = synthetic.filled_layer(settings.info(0, 1, CPU), pipeline, window, 2500)
+    one = filling.filled_layer(settings.info(0, 1, CPU), pipeline, window, 2500)
     (heads,) = synthetic.query_sequence(one.info, 0.0, 1)
     chosen = synthetic.selected_indices(one, heads)
     assert 16 <= (chosen >= 0).sum(-1).min() <= (chosen >= 0).sum(-1).max() <= 32

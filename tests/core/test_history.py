@@ -25,7 +25,8 @@ from pariskv.decode import attend_layer
 from pariskv.errors import CapacityError, ConfigError, ModelError
 from pariskv.history import ReadAhead
 from pariskv.layer import LayerState
-from pariskv.memory import Estimate, Planner, estimate_layer, refuse_if_too_large
+from pariskv.memory import refuse_if_too_large
+from pariskv.planner import Estimate, Need, Planner, estimate_layer
 from pariskv.prompt import History
 from pariskv.registry import Registry, Source
 from pariskv.request import Request
@@ -439,17 +440,19 @@ def planner(wanted: str, layers: int = 3, dense: int = 0, device: torch.device =
     stages = {f"{index}": {"retriever": "dense"} for index in range(dense)}
     bound = pipelines(str(stages), "store: host", layers, retrievers={"host": Hosted})
     windows = dict.fromkeys(bound, WINDOW)
-    return Planner(wanted, lambda index, batch: replace(INFO, batch=batch, device=device), bound, windows, device)  # type: ignore[arg-type]
+    config = parse_config({"prefill": {"history": wanted}})
+    return Planner(config, lambda index, batch: replace(INFO, batch=batch, device=device), bound, windows, device)
 
 
 def test_the_estimate_knows_both_ways() -> None:
     plan = planner("auto", layers=2, dense=1)
-    buffered, streamed = (plan.estimate(1, 100, 12, history) for history in ("buffer", "store"))
-    assert buffered.prompt == 2 * 112 * ROW
-    assert streamed.prompt == (112 + 4 + 8 + 8) * ROW  # a dense layer has nowhere else to keep it
+    buffered, streamed = (plan.estimate(1, 100, 12, history).held for history in ("buffer", "store"))
+    assert buffered.prompt == 2 * 100 * ROW
+    assert streamed.prompt == (100 + 4 + 8 + 8) * ROW  # a dense layer has nowhere else to keep it
     assert replace(streamed, prompt=buffered.prompt) == buffered
     short = planner("auto", layers=1)
-    assert short.estimate(1, 10, 2, "store").prompt == short.estimate(1, 10, 2, "buffer").prompt == 12 * ROW
+    assert short.estimate(1, 10, 2, "store").held.prompt == 12 * ROW  # with what may be decoded before a later turn
+    assert short.estimate(1, 10, 2, "buffer").held.prompt == 10 * ROW
     below = estimate_layer(INFO, pipelines()[0], Window(4, 8, 8, dense_below=60), 100, 12, "store")
     assert below.prompt == 60 * ROW
 
@@ -457,7 +460,7 @@ def test_the_estimate_knows_both_ways() -> None:
 @pytest.mark.parametrize(("free", "way"), [(1.0, "buffer"), (0.999, "store"), (0.01, "store"), (None, "buffer")])
 def test_auto_keeps_a_buffer_where_it_fits(free: float | None, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planner("auto")
-    need = plan.estimate(2, 1000, 12, "buffer").on_device
+    need = plan.estimate(2, 1000, 12, "buffer").peak
     monkeypatch.setattr(memory, "available_bytes", lambda device: None if free is None else int(free * need))
     assert plan.history(2, 1000, 12) == way
     assert plan.estimate(2, 1000, 12) == plan.estimate(2, 1000, 12, way)  # type: ignore[arg-type]
@@ -468,8 +471,8 @@ def test_auto_keeps_a_buffer_where_it_fits(free: float | None, way: str, monkeyp
 def test_a_request_is_refused_only_where_neither_way_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planner("auto")
     buffered, streamed = (plan.estimate(1, 1000, 12, history) for history in ("buffer", "store"))
-    assert streamed.on_device < buffered.on_device
-    for free, fits in ((streamed.on_device, True), (streamed.on_device - 1, False)):
+    assert streamed.peak < buffered.peak
+    for free, fits in ((streamed.peak, True), (streamed.peak - 1, False)):
         monkeypatch.setattr(memory, "available_bytes", lambda device, free=free: free if device == GPU else 10**9)
         need = plan.estimate(1, 1000, 12)
         assert need == streamed
@@ -485,7 +488,7 @@ def test_a_buffer_that_was_asked_for_and_does_not_fit_is_refused_with_the_other_
 ) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda device: 10)
     with pytest.raises(CapacityError, match=r"free on cuda; set prefill\.history=auto, shorten the prompt"):
-        refuse_if_too_large(Estimate(prompt=11), GPU, "buffer")
+        refuse_if_too_large(Need(Estimate(prompt=11), 11), GPU, "buffer")
 
 
 def test_all_layers_read_a_prompt_in_one_way_and_a_later_turn_is_decided_anew() -> None:

@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from pariskv.bench.decode import Step, fill_cache, paris_step
 from pariskv.bench.synthetic import bench_config
-from pariskv.bench.units import parse_tokens
 from pariskv.integrations.shapes import SHAPES, random_model
+from pariskv.units import parse_tokens
 
 STEPS, PROFILED, WARM_UP = 300, 4, 6
 TOP_K = 100

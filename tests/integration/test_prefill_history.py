@@ -185,7 +185,7 @@ def config(folder: Path, tmp_path: Path) -> Path:
 def test_auto_reads_over_the_store_where_the_buffer_does_not_fit(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session.load(config)
     cache = session.model.new_cache(session.config)
-    need = {way: cache.planner.estimate(1, 150, 20, way).on_device for way in ("buffer", "store")}  # type: ignore[arg-type]
+    need = {way: cache.planner.estimate(1, 150, 20, way).peak for way in ("buffer", "store")}  # type: ignore[arg-type]
     assert need["store"] < need["buffer"]
     texts = set()
     for free, way in ((need["buffer"], "buffer"), (need["buffer"] - 1, "store"), (need["store"], "store")):

@@ -41,6 +41,14 @@ def parse_candidates(text: str) -> str | int | float:
     return value
 
 
+def with_option(option: str, parse: Callable[[str], T], text: str) -> T:
+    """What an option's text means; ConfigError with the option's name where it means nothing."""
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
 def parse_list(text: str, parse: Callable[[str], T], option: str) -> tuple[T, ...]:
     """The parts of a list with commas, each parsed; ConfigError with the option's name where one is wrong."""
     try:
