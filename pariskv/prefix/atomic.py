@@ -43,9 +43,10 @@ def replacing(path: Path, size: int) -> Iterator[BinaryIO]:
             with suppress(OSError):
                 partial.unlink()
         if isinstance(error, OSError):
+            left = "the file there is as it was" if path.exists() else "nothing is left of it"
             raise PrefixError(
-                f"{path}: the prefix cannot be written: {error.strerror or error}; it takes {size / 1e6:,.1f} MB: make "
-                f"room, or choose another folder. {'The file there is as it was' if path.exists() else 'No file is left'}"
+                f"{path}: the prefix cannot be written: {error.strerror or error}; {left}. It takes "
+                f"{size / 1e6:,.1f} MB: make room, or choose another folder"
             ) from error
         raise
 

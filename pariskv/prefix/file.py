@@ -129,14 +129,12 @@ class PrefixFile:
         text = metadata.get("header", "")
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
         if metadata.get("sha256") != self.sha256:
-            raise self.refusal("header", f"was changed after it was written (its SHA-256 is another); {AGAIN}")
-        try:
+            raise self.refusal("header", f"was changed after it was written (other SHA-256); {AGAIN}")
+        with self.understood():
             self.header: dict[str, Any] = json.loads(text)
             listed = self.header.pop("tensors")
             kinds = {name: dtype for dtype, name in DTYPES.items()}
             self.tensors = {name: Entry(kinds[kind], tuple(shape), sha) for name, (kind, shape, sha) in listed.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self.refusal("header", f"cannot be understood ({type(error).__name__}: {error}); {AGAIN}") from error
         self._check_tensors()
 
     @classmethod
@@ -154,6 +152,14 @@ class PrefixFile:
             ) from error
         with handle as opened:
             yield cls(path, opened)
+
+    @contextmanager
+    def understood(self) -> Iterator[None]:
+        """Turns what reading the header raises, where it lacks a field or holds something else, into a PrefixError."""
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise self.refusal("header", f"cannot be understood ({type(error).__name__}: {error}); {AGAIN}") from error
 
     def refusal(self, field: str, what: str) -> PrefixError:
         """The error for one field of the file."""
@@ -201,5 +207,6 @@ class PrefixFile:
         if changed:
             more = f", and {len(changed) - 1} tensors more" if len(changed) > 1 else ""
             raise self.refusal(
-                changed[0], f"was changed after it was written (its SHA-256 is another){more}; copy it again, or {AGAIN}"
+                changed[0],
+                f"was changed after it was written (its SHA-256 is another){more}; copy it again, or {AGAIN}",
             )

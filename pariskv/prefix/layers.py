@@ -47,6 +47,8 @@ def describe(layer: LayerState) -> dict[str, Any]:
         "zones": layer.zones,
         "ring": layer.device.ring,
         "has_rows": layer.store is not None and keeps_rows(layer.store),
+        "states": {name: sorted(state) for name, state in layer.states.items()},
+        "store_state": [] if layer.store is None else sorted(layer.store.state()),
         "fitted": {name: sorted(rows.items()) for name, rows in layer._fitted.items()},
         "queries": None if queries is None else [[rest.shape[2] for rest in queries._waiting], queries._seen],
     }
@@ -63,8 +65,8 @@ def prepare(layer: LayerState, saved: Mapping[str, Any], entries: Mapping[str, E
         layer._reserve(max(layer.zones))
     for encoder in layer.pipeline.encoders:
         layer._fitted[encoder.name] = dict(map(tuple, saved["fitted"][encoder.name]))
-        if found := _empty(f"{prefix_of(layer.info.index)}.state.{encoder.name}.", layer, entries):
-            layer.states[encoder.name] = found
+    for name, keys in saved["states"].items():
+        layer.states[name] = _empty(f"{prefix_of(layer.info.index)}.state.{name}", keys, layer, entries)
     if saved["queries"] is not None:
         layer._queries = _empty_queries(layer, *saved["queries"])
     needed = max(layer._ring_capacity(tokens, tokens + layer.request.new_tokens) for tokens in layer.lengths)
@@ -72,13 +74,11 @@ def prepare(layer: LayerState, saved: Mapping[str, Any], entries: Mapping[str, E
     layer.device = DeviceRows(layer.info, layer.window, ring, layer.pipeline.slots(layer.info.group))
 
 
-def _empty(start: str, layer: LayerState, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
-    """Room for the tensors whose names begin so, by the rest of their names."""
-    return {
-        name.removeprefix(start): torch.zeros(entry.shape, dtype=entry.dtype, device=layer.info.device)
-        for name, entry in sorted(entries.items())
-        if name.startswith(start)
-    }
+def _empty(where: str, keys: list[str], layer: LayerState, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
+    """Room for tensors of the file, by their keys."""
+    found = {key: entries[f"{where}.{key}"] for key in keys}
+    device = layer.info.device
+    return {key: torch.zeros(entry.shape, dtype=entry.dtype, device=device) for key, entry in found.items()}
 
 
 def _empty_queries(layer: LayerState, waiting: list[int], seen: list[int]) -> QueryStatistics:
@@ -91,9 +91,9 @@ def _empty_queries(layer: LayerState, waiting: list[int], seen: list[int]) -> Qu
     return queries
 
 
-def store_state(layer: LayerState, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
+def store_state(layer: LayerState, saved: Mapping[str, Any], entries: Mapping[str, Entry]) -> dict[str, Tensor]:
     """Room for what the saved store held beside its rows."""
-    return _empty(f"{prefix_of(layer.info.index)}.store.", layer, entries)
+    return _empty(f"{prefix_of(layer.info.index)}.store", saved["store_state"], layer, entries)
 
 
 def finish(layer: LayerState, state: Mapping[str, Tensor]) -> None:

@@ -67,7 +67,7 @@ def pieces(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[int, in
 
 def as_bytes(entries: Tensor) -> memoryview:
     """A CPU tensor's memory, copied only where it is not contiguous."""
-    return memoryview(entries.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return entries.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 class Digests:
