@@ -1,4 +1,4 @@
-"""The command line: `pariskv run | compare | eval | calibrate | plugins | config | model | bench`.
+"""The command line: `pariskv run | prefix | compare | eval | calibrate | plugins | config | model | bench`.
 
 What a user can mend is one line on standard error and exit code 2; Ctrl-C is exit code 130.
 """
@@ -25,6 +25,7 @@ from pariskv.bench.cli import bench_app
 from pariskv.config import Config, layer_range, load_config, parse_config, to_yaml
 from pariskv.errors import ConfigError, ParisKVError
 from pariskv.evaluation.cli import eval_app
+from pariskv.prefix.cli import prefix_app
 
 if TYPE_CHECKING:
     from pariskv.compare_output import Results
@@ -44,6 +45,7 @@ config_app = typer.Typer(help="Look at a configuration.")
 model_app = typer.Typer(help="Put models on this machine.")
 app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
+app.add_typer(prefix_app, name="prefix")
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
 
@@ -69,9 +71,9 @@ def run(
 
     if compare not in (None, "dense"):
         raise ConfigError(f"--compare: got {compare!r}, wanted dense")
-    settings = load_config(config, _with_tokens(overrides or [], max_new_tokens))
-    _check_names(settings)
-    text = _prompt(prompt, prompt_file)
+    settings = load_config(config, with_tokens(overrides or [], max_new_tokens))
+    check_names_of(settings)
+    text = text_of(prompt, prompt_file)
     session = Session.load(settings)
     needle = session.needle() if text is None else None
     question = needle.prompt if needle else text or ""
@@ -93,12 +95,12 @@ def run(
         raise typer.Exit(INTERRUPTED)
 
 
-def _with_tokens(overrides: Sequence[str], max_new_tokens: int | None) -> list[str]:
+def with_tokens(overrides: Sequence[str], max_new_tokens: int | None) -> list[str]:
     more = [] if max_new_tokens is None else [f"generation.max_new_tokens={max_new_tokens}"]
     return [*overrides, *more]
 
 
-def _prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
+def text_of(prompt: str | None, prompt_file: Path | None) -> str | None:
     """The user's prompt, None where there is none."""
     if prompt is not None and prompt_file is not None:
         raise ConfigError("--prompt and --prompt-file: got both, wanted one")
@@ -127,7 +129,7 @@ def _answer(session: Session, prompt: str, needle: Needle | None, quiet: bool, d
             print(text.rstrip() if started else f"{label}: {text.strip()}", end="", flush=True)
             started = True
 
-    with _progress(f"prefill ({label})") as bar:
+    with progress_bar(f"prefill ({label})") as bar:
         run = answer(prompt, needle, on_text, bar)
     if started:
         print(flush=True)
@@ -135,7 +137,7 @@ def _answer(session: Session, prompt: str, needle: Needle | None, quiet: bool, d
 
 
 @contextmanager
-def _progress(label: str) -> Iterator[Any]:
+def progress_bar(label: str) -> Iterator[Any]:
     """A bar on standard error, gone once it is full; none where nobody watches."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
@@ -192,10 +194,10 @@ def compare(
     wanted = parse_settings(retrievers, top_k, steps, question, settings, plotted=plot is not None)
     check_names(settings, wanted.retrievers, Registry.load())
     for name in wanted.retrievers:
-        _check_names(config_for(settings, name, wanted.budgets[0]))
+        check_names_of(config_for(settings, name, wanted.budgets[0]))
     if plot is not None:
         check_plot(plot)
-    text = _prompt(None, prompt_file)
+    text = text_of(None, prompt_file)
     session, found, interrupted = Session.load(settings), Results(), False
     comparison = Comparison(session.model, settings, wanted)
     chat = "off" if text is None else settings.generation.chat
@@ -261,11 +263,11 @@ def show(config: ConfigPath, overrides: Overrides = None) -> None:
 @config_app.command()
 def validate(config: ConfigPath, overrides: Overrides = None) -> None:
     """Check a configuration: keys, values, names of retrievers, and that the stages fit together."""
-    _check_names(load_config(config, overrides or []))
+    check_names_of(load_config(config, overrides or []))
     _say(f"{config}: fine")
 
 
-def _check_names(config: Config) -> None:
+def check_names_of(config: Config) -> None:
     """Bind the layers that the configuration speaks of, before a model is loaded that knows how many there are."""
     from pariskv.binding import bind
     from pariskv.registry import Registry
