@@ -71,9 +71,9 @@ def run(
 
     if compare not in (None, "dense"):
         raise ConfigError(f"--compare: got {compare!r}, wanted dense")
-    settings = load_config(config, with_tokens(overrides or [], max_new_tokens))
-    check_names_of(settings)
-    text = text_of(prompt, prompt_file)
+    settings = load_config(config, _with_tokens(overrides or [], max_new_tokens))
+    _check_names(settings)
+    text = _prompt(prompt, prompt_file)
     session = Session.load(settings)
     needle = session.needle() if text is None else None
     question = needle.prompt if needle else text or ""
@@ -95,12 +95,12 @@ def run(
         raise typer.Exit(INTERRUPTED)
 
 
-def with_tokens(overrides: Sequence[str], max_new_tokens: int | None) -> list[str]:
+def _with_tokens(overrides: Sequence[str], max_new_tokens: int | None) -> list[str]:
     more = [] if max_new_tokens is None else [f"generation.max_new_tokens={max_new_tokens}"]
     return [*overrides, *more]
 
 
-def text_of(prompt: str | None, prompt_file: Path | None) -> str | None:
+def _prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
     """The user's prompt, None where there is none."""
     if prompt is not None and prompt_file is not None:
         raise ConfigError("--prompt and --prompt-file: got both, wanted one")
@@ -129,7 +129,7 @@ def _answer(session: Session, prompt: str, needle: Needle | None, quiet: bool, d
             print(text.rstrip() if started else f"{label}: {text.strip()}", end="", flush=True)
             started = True
 
-    with progress_bar(f"prefill ({label})") as bar:
+    with _progress(f"prefill ({label})") as bar:
         run = answer(prompt, needle, on_text, bar)
     if started:
         print(flush=True)
@@ -137,7 +137,7 @@ def _answer(session: Session, prompt: str, needle: Needle | None, quiet: bool, d
 
 
 @contextmanager
-def progress_bar(label: str) -> Iterator[Any]:
+def _progress(label: str) -> Iterator[Any]:
     """A bar on standard error, gone once it is full; none where nobody watches."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
@@ -194,10 +194,10 @@ def compare(
     wanted = parse_settings(retrievers, top_k, steps, question, settings, plotted=plot is not None)
     check_names(settings, wanted.retrievers, Registry.load())
     for name in wanted.retrievers:
-        check_names_of(config_for(settings, name, wanted.budgets[0]))
+        _check_names(config_for(settings, name, wanted.budgets[0]))
     if plot is not None:
         check_plot(plot)
-    text = text_of(None, prompt_file)
+    text = _prompt(None, prompt_file)
     session, found, interrupted = Session.load(settings), Results(), False
     comparison = Comparison(session.model, settings, wanted)
     chat = "off" if text is None else settings.generation.chat
@@ -263,11 +263,11 @@ def show(config: ConfigPath, overrides: Overrides = None) -> None:
 @config_app.command()
 def validate(config: ConfigPath, overrides: Overrides = None) -> None:
     """Check a configuration: keys, values, names of retrievers, and that the stages fit together."""
-    check_names_of(load_config(config, overrides or []))
+    _check_names(load_config(config, overrides or []))
     _say(f"{config}: fine")
 
 
-def check_names_of(config: Config) -> None:
+def _check_names(config: Config) -> None:
     """Bind the layers that the configuration speaks of, before a model is loaded that knows how many there are."""
     from pariskv.binding import bind
     from pariskv.registry import Registry

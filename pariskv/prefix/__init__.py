@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,9 +24,9 @@ from pariskv.config import Config, GenerationConfig, RuntimeConfig, to_dict
 from pariskv.decode import Batch, decode
 from pariskv.errors import PrefixError
 from pariskv.memory import refuse_if_too_large
-from pariskv.prefix.file import VERSION, PrefixFile, write_file
+from pariskv.prefix.file import TOKENS, VERSION, PrefixFile, write_file
 from pariskv.prefix.header import hash_tokens, refuse_mismatch
-from pariskv.prefix.parts import tensor_part
+from pariskv.prefix.parts import Part, tensor_part
 
 if TYPE_CHECKING:
     from pariskv.integrations.language_model import LanguageModel
@@ -38,16 +39,18 @@ __all__ = ["Prefix", "PrefixInfo", "load_prefix", "prefix_info", "save_prefix"]
 class Prefix:
     """A prompt that a cache has read.
 
-    cache   between two steps; whoever generates with it continues it, so a prefix is continued once
-    batch   every token that it holds, padding on the left
-    logits  [B, V] after the last token; None: it can be continued by more tokens only
-    tail    text that ends the turn which the prefix begins, of the chat template
+    cache         between two steps; whoever generates with it continues it, so a prefix is continued once
+    batch         every token that it holds, padding on the left
+    logits        [B, V] after the last token; None: it can be continued by more tokens only
+    tail          text that ends the turn which the prefix begins, of the chat template
+    read_seconds  how long its file took, from the disk into the cache; None where it comes from none
     """
 
     cache: ParisCache
     batch: Batch
     logits: Tensor | None = None
     tail: str = ""
+    read_seconds: float | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -131,7 +134,7 @@ def save_prefix(path: str | Path, prefix: Prefix, model: LanguageModel) -> Prefi
         "device": str(model.device),
         "config": to_dict(cache.config),
     }
-    parts = [*cache_parts.parts_of(cache), tensor_part("tokens", batch.tokens)]
+    parts = [*cache_parts.parts_of(cache), tensor_part(TOKENS, batch.tokens)]
     if prefix.logits is not None:
         parts.append(tensor_part("logits", prefix.logits))
     header = {"belongs": _belongs(cache, model), "held": held, "about": about}
@@ -201,20 +204,25 @@ def _load(
         raise file.refusal("tokens", f"the prefix is of another text (here {given}); load the one of this text")
     cache = new_cache(batch) if new_cache else _checked_cache(model, config, batch)
     refuse_mismatch(file, _belongs(cache, model))
-    with file.understood():
-        filling = Filling(cache, file, cache.config.generation.max_new_tokens)
-        parts, logits = filling.parts, None
-        if file.header["held"]["has_logits"]:
+    logits: Tensor | None = None
+    filling: Filling | None = None
+
+    def prepare() -> list[Part]:
+        nonlocal filling, logits
+        with file.understood():
+            filling = Filling(cache, file, cache.config.generation.max_new_tokens)
+            if not file.header["held"]["has_logits"]:
+                return filling.parts
             entry = file.tensors["logits"]
             logits = torch.empty(entry.shape, dtype=entry.dtype, device=model.device)
-            parts.append(tensor_part("logits", logits))
-    for name in sorted(set(file.tensors) - {part.name for part in parts} - {"tokens"}):
-        raise file.refusal(
-            name, "is saved, but the cache here has no place for it; load it with what it was saved with"
-        )
-    file.fill(parts)
+            return [*filling.parts, tensor_part("logits", logits)]
+
+    started = time.perf_counter()
+    file.fill(prepare)
+    assert filling is not None
     filling.finish()
-    return Prefix(cache, batch, logits, str(file.header["held"].get("tail", "")))
+    seconds = time.perf_counter() - started
+    return Prefix(cache, batch, logits, str(file.header["held"].get("tail", "")), seconds)
 
 
 def _checked_cache(model: LanguageModel, config: Config, batch: Batch) -> ParisCache:
@@ -229,8 +237,7 @@ def _checked_cache(model: LanguageModel, config: Config, batch: Batch) -> ParisC
 
 def _read_batch(file: PrefixFile, device: torch.device) -> Batch:
     held = file.header["held"]
-    tokens = torch.zeros(len(held["rows"]), held["columns"], dtype=torch.int64)
-    file.fill([tensor_part("tokens", tokens)])
+    tokens = file.token_ids()
     columns = torch.arange(held["columns"])
     mask = columns >= held["columns"] - torch.tensor(held["rows"]).unsqueeze(1)
     batch = Batch(tokens.to(device), None if mask.all() else mask.to(device))

@@ -43,13 +43,13 @@ def save(
     as_json: AsJson = False,
 ) -> None:
     """Read a text and keep what was read: keys, values, codes, and all that going on takes."""
-    from pariskv.cli import check_names_of, progress_bar, text_of
+    from pariskv.cli import _check_names, _progress, _prompt
     from pariskv.prefix import save_prefix
     from pariskv.session import Session
 
     settings = load_config(config, overrides or [])
-    check_names_of(settings)
-    text = text_of(prompt, prompt_file)
+    _check_names(settings)
+    text = _prompt(prompt, prompt_file)
     if text is None:
         raise ConfigError("got no text to read; give --prompt-file or --prompt")
     if out.suffix != ".safetensors":
@@ -57,7 +57,7 @@ def save(
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: {out.parent} is no folder; make it first")
     session = Session.load(settings)
-    with progress_bar("prefill") as bar:
+    with _progress("prefill") as bar:
         read = session.read_prefix([text], bar)
     started = time.perf_counter()
     info = save_prefix(out, read, session.model)
@@ -83,20 +83,19 @@ def load(
     as_json: AsJson = False,
 ) -> None:
     """Go on from a saved prefix, without reading its text again."""
-    from pariskv.cli import check_names_of, text_of, with_tokens
+    from pariskv.cli import _check_names, _prompt, _with_tokens
     from pariskv.prefix import prefix_info
     from pariskv.session import Session
 
-    settings = load_config(config, with_tokens(overrides or [], max_new_tokens))
-    check_names_of(settings)
-    info, text = prefix_info(file), text_of(None, text_file)
+    settings = load_config(config, _with_tokens(overrides or [], max_new_tokens))
+    _check_names(settings)
+    info, text = prefix_info(file), _prompt(None, text_file)
     if len(info.held["rows"]) != 1:
         raise PrefixError(f"{file}: rows: holds {len(info.held['rows'])}; this command goes on with one, use Python")
     session = Session.load(settings)
-    started = time.perf_counter()
     loaded = session.load_prefix(file, None if text is None else [text], sha256)
-    seconds = time.perf_counter() - started
-    rate = info.bytes / seconds
+    assert loaded.read_seconds is not None
+    seconds, rate = loaded.read_seconds, info.bytes / loaded.read_seconds
     if not as_json:
         print(f"{file}: {_amount(info)}, loaded in {seconds:.2f} s ({rate / 1e6:,.0f} MB/s)", flush=True)
     tokens, answer = [], ""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from pariskv.errors import PrefixError
 from pariskv.prefix.atomic import replacing
-from pariskv.prefix.parts import Digests, Part, as_bytes, pieces
+from pariskv.prefix.parts import Digests, Part, ReadAhead, as_bytes, pieces
 
 FORMAT = "pariskv-prefix"
 VERSION = 1
@@ -46,6 +47,9 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 """The format's names of the types that it knows."""
+
+TOKENS = "tokens"
+"""The tensor of the token ids [B, T]."""
 
 AGAIN = "save the prefix again"
 
@@ -181,32 +185,56 @@ class PrefixFile:
                 wanted = f"{DTYPES[entry.dtype]} {list(entry.shape)}"
                 raise self.refusal(name, f"wanted {wanted}, got {given[0]} {list(given[1])}; {AGAIN}")
 
-    def fill(self, parts: Sequence[Part]) -> None:
-        """Put the tensors of the parts where these belong, mapped piece by piece, and check what was put.
+    def fill(self, prepare: Callable[[], Sequence[Part]]) -> None:
+        """Put tensors where they belong, mapped piece by piece, and check what was put.
 
+        prepare  makes room for them, while the first pieces are read; its parts are all tensors but the token ids
         Raises PrefixError for the first tensor that is not what was written: what was filled must not be used then.
         """
-        for part in parts:
-            entry = self.tensors.get(part.name)
-            if entry is None or (entry.dtype, entry.shape) != (part.dtype, part.shape):
-                saved = "nothing" if entry is None else f"{DTYPES[entry.dtype]} {list(entry.shape)}"
-                raise self.refusal(
-                    part.name,
-                    f"saved {saved}, but the cache here wants {DTYPES.get(part.dtype, part.dtype)} "
-                    f"{list(part.shape)}; load it with what it was saved with",
-                )
+        names = [name for name in self._in_order() if name != TOKENS]
+        with ReadAhead((name, as_bytes(piece)) for name in names for _, piece in self._pieces(name)) as ahead:
+            parts = {part.name: part for part in prepare()}
+            self._check_places(parts, names)
+            for name in names:
+                for start, piece in self._pieces(name):
+                    parts[name].write(start, piece)
+                    ahead.copied()
+            changed = [name for name in names if ahead.of(name) != self.tensors[name].sha256]
+        self._refuse_changed(changed)
+
+    def token_ids(self) -> Tensor:
+        """The token ids [B, T], checked."""
+        tensor: Tensor = self._handle.get_tensor(TOKENS).clone()
         with Digests() as running:
-            # In the order in which they lie on the disk.
-            for part in sorted(parts, key=lambda part: -part.dtype.itemsize):
-                tensor = self._handle.get_tensor(part.name)
-                for start, stop in pieces(part.shape, part.dtype):
-                    piece = tensor[start:stop]
-                    running.add(part.name, as_bytes(piece))
-                    part.write(start, piece)
-            changed = [part.name for part in parts if running.of(part.name) != self.tensors[part.name].sha256]
+            for start, stop in pieces(tuple(tensor.shape), tensor.dtype):
+                running.add(TOKENS, as_bytes(tensor[start:stop]))
+            self._refuse_changed([TOKENS] if running.of(TOKENS) != self.tensors[TOKENS].sha256 else [])
+        return tensor
+
+    def _in_order(self) -> list[str]:
+        """The tensors' names as they lie on the disk."""
+        return sorted(self.tensors, key=lambda name: self._handle.get_tensor(name).data_ptr())
+
+    def _pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """A tensor's pieces and where they start; nothing is read yet."""
+        tensor = self._handle.get_tensor(name)
+        for start, stop in pieces(self.tensors[name].shape, self.tensors[name].dtype):
+            yield start, tensor[start:stop]
+
+    def _check_places(self, parts: Mapping[str, Part], names: Sequence[str]) -> None:
+        """The cache has a place for every tensor, and wants no other."""
+        for name in sorted(parts.keys() ^ set(names)):
+            what = "is missing" if name in parts else "has no place in the cache here"
+            raise self.refusal(name, f"{what}; load it with what it was saved with")
+        for name, part in parts.items():
+            entry = self.tensors[name]
+            if (entry.dtype, entry.shape) != (part.dtype, part.shape):
+                saved, here = f"{entry.dtype} {list(entry.shape)}", f"{part.dtype} {list(part.shape)}"
+                raise self.refusal(name, f"saved {saved}, here {here}; load it with what it was saved with")
+
+    def _refuse_changed(self, changed: Sequence[str]) -> None:
         if changed:
             more = f", and {len(changed) - 1} tensors more" if len(changed) > 1 else ""
             raise self.refusal(
-                changed[0],
-                f"was changed after it was written (its SHA-256 is another){more}; copy it again, or {AGAIN}",
+                changed[0], f"was changed after it was written (other SHA-256){more}; copy it again, or {AGAIN}"
             )

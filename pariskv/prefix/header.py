@@ -11,6 +11,8 @@ from pariskv.prefix.file import PrefixFile
 SHOWN = 3
 """Differences that a message names."""
 
+FIRST = ("model", "id", "revision", "tokenizer", "retrievers")
+
 ADVICE = (
     ("model.dtype", "load the model with the saved dtype (model.dtype)"),
     ("model", "load the model that the prefix was read by (model.name)"),
@@ -34,12 +36,17 @@ def refuse_mismatch(file: PrefixFile, here: Mapping[str, Any]) -> None:
 def differences(saved: Any, here: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
     """(dotted name, value in the file, value here) of every leaf that is not the same."""
     if isinstance(saved, dict) and isinstance(here, dict):
-        # The model first, which explains the most.
-        for key in sorted(saved.keys() | here.keys(), key=lambda key: (key != "model", key != "tokenizer", key)):
+        for key in sorted(saved.keys() | here.keys(), key=_order):
             inside = f"{name}.{key}" if name else str(key)
             yield from differences(saved.get(key), here.get(key), inside)
     elif saved != here:
         yield name, _shown(saved), _shown(here)
+
+
+def _order(key: str) -> tuple[int, int, str]:
+    """What explains the most first; numbers by their size."""
+    rank = FIRST.index(key) if key in FIRST else len(FIRST)
+    return rank, int(key) if key.isdecimal() else -1, key
 
 
 def _shown(value: Any) -> str:

@@ -169,7 +169,10 @@ def _zone(layer: LayerState, name: str, row: int, tokens: int) -> Part:
     assert update is not None
 
     def read(start: int, stop: int) -> Tensor:
-        return torch.stack(store.read(row, start, stop), dim=2).transpose(0, 1)
+        rows = torch.empty(stop - start, info.kv_heads, 2, info.head_dim, dtype=info.dtype, device=info.device)
+        for half, found in enumerate(store.read(row, start, stop)):
+            rows[:, :, half] = found.transpose(0, 1)
+        return rows
 
     def write(start: int, entries: Tensor) -> None:
         keys, values = entries.to(info.device).transpose(0, 1).unsqueeze(0).unbind(3)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Semaphore
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ PIECE = 8 << 20
 """Bytes of a tensor that are written, read and digested at a time, about: whole entries of its first axis."""
 
 AHEAD = 4
-"""Pieces that may wait to be digested; so many are mapped and not yet done with."""
+"""Pieces that may wait to be digested while a file is written."""
+
+LEAD = 64
+"""Pieces that may be digested, while a file is read, before they are copied."""
 
 THREADS = 4
 """Of the digests; a SHA-256 of one thread is slower than a good disk."""
@@ -71,7 +75,7 @@ def as_bytes(entries: Tensor) -> memoryview:
 
 
 class Digests:
-    """SHA-256 of tensors: of the digests of their pieces, which several threads work on.
+    """SHA-256 of tensors that are written: of the digests of their pieces, which several threads work on.
 
     >>> with Digests() as digests:
     ...     digests.add("a", piece)
@@ -99,8 +103,49 @@ class Digests:
 
     def of(self, name: str) -> str:
         """The digest of a tensor whose pieces were all added, as hexadecimal digits."""
-        return hashlib.sha256(b"".join(piece.result() for piece in self._pieces.get(name, []))).hexdigest()
+        return _digest_of(self._pieces.get(name, []))
+
+
+class ReadAhead:
+    """The same for tensors of a mapped file, begun before anybody wants them: the digests bring them into memory.
+
+    pieces  of all tensors in the order in which they will be copied: the tensor's name and the memory
+
+    Digests are ahead of the copies by LEAD pieces at most, so that a file larger than the memory is read once.
+    """
+
+    def __init__(self, pieces: Iterable[tuple[str, memoryview]]):
+        self._pool = ThreadPoolExecutor(THREADS, "pariskv-digest")
+        self._lead, self._is_over = Semaphore(LEAD), False
+        self._pieces: dict[str, list[Future[bytes]]] = {}
+        for name, data in pieces:
+            self._pieces.setdefault(name, []).append(self._pool.submit(self._digest, data))
+
+    def __enter__(self) -> ReadAhead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self._lead.release(THREADS)
+        self._pool.shutdown(cancel_futures=True)
+
+    def _digest(self, data: memoryview) -> bytes:
+        if not self._is_over:
+            self._lead.acquire()
+        return b"" if self._is_over else _digest(data)
+
+    def copied(self) -> None:
+        """One more piece was copied."""
+        self._lead.release()
+
+    def of(self, name: str) -> str:
+        """As of `Digests`; once all pieces were copied."""
+        return _digest_of(self._pieces.get(name, []))
 
 
 def _digest(data: memoryview) -> bytes:
     return hashlib.sha256(data).digest()
+
+
+def _digest_of(pieces: Iterable[Future[bytes]]) -> str:
+    return hashlib.sha256(b"".join(piece.result() for piece in pieces)).hexdigest()
