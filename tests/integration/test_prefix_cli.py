@@ -9,12 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from test_cli import SMALL, WORDS, pariskv
 
 from pariskv import Session
+from pariskv.cli import main
 from pariskv.errors import ConfigError, PrefixError
 
-TEMPLATE = "{% for message in messages %}w1 {{ message['content'] }} w2 {% endfor %}{% if add_generation_prompt %}w3{% endif %}"
+WORDS = " ".join(f"w{1 + i % 39}" for i in range(150))
+SMALL = "window: {sink: 4, local: 8, update_interval: 8, dense_below: 0}\nlayers: {default: {top_k: 16}}\n"
+TEMPLATE = "{% for one in messages %}w1 {{ one.content }} w2 {% endfor %}{% if add_generation_prompt %}w3{% endif %}"
+
+
+def pariskv(*arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
 
 
 @pytest.fixture
