@@ -117,10 +117,11 @@ class Session:
 
     def continue_prefix(self, prefix: Prefix, question: str = "") -> Iterator[list[int | None]]:
         """Read the question as the end of every row's turn, then yield each step's new token per row."""
-        if ending := question + prefix.tail:
-            rows = prefix.batch.tokens.shape[0]
-            added = self.model.batch_of([self.model.plain_ids(ending)] * rows)
-            self._refuse_beyond_context(prefix.batch.tokens.shape[1] + added.tokens.shape[1])
+        rows, columns = prefix.batch.tokens.shape
+        ending = self.model.plain_ids(question + prefix.tail) if question + prefix.tail else []
+        self._refuse_beyond_context(columns + len(ending))
+        if ending:
+            added = self.model.batch_of([ending] * rows)
             prefix.append(self.model, added.tokens, self.config.generation.max_new_tokens, self._chunk(added))
             prefix.tail = ""
         yield from prefix.generate(self.model, self.config.generation, self.config.runtime)

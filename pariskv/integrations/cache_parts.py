@@ -50,6 +50,7 @@ def _layer(cache: ParisCache, index: int) -> dict[str, Any]:
     return {
         "kind": "retrieval",
         "heads": [info.kv_heads, info.group, info.head_dim],
+        "scaling": [info.scaling, info.softcap],
         "window": window,
         "indexes": pipeline.indexes,
         "stages": {stage: pipeline.names[stage] for stage in SELECTING if stage in pipeline.names},

@@ -16,11 +16,14 @@ SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/(?P<
 """Where the hub's cache keeps a revision."""
 
 
-def identity_of(model: PreTrainedModel) -> dict[str, str]:
-    """id and revision, class, dtype, and the weights' fingerprint; the revision is empty where nobody says it.
+def identity_of(model: PreTrainedModel) -> dict[str, Any]:
+    """id and revision, class, dtype, the weights' fingerprint, and what else keys and values follow from.
 
-    The id of a folder is its last part: the same model may lie elsewhere on another machine.
+    The revision is empty where nobody says it. The id of a folder is its last part: the same model may lie elsewhere on
+    another machine.
     """
+    config = model.config.get_text_config(decoder=True)
+    followed = {name: getattr(config, name, None) for name in ("rope_parameters", "sliding_window", "layer_types")}
     path = str(getattr(model.config, "name_or_path", "") or "")
     found = SNAPSHOT.search(Path(path).as_posix())
     name = f"{found['owner']}/{found['name']}" if found else path
@@ -31,6 +34,8 @@ def identity_of(model: PreTrainedModel) -> dict[str, str]:
         "class": type(model).__name__,
         "dtype": str(model.dtype).removeprefix("torch."),
         "fingerprint": fingerprint(model),
+        # As JSON gives it back: a tuple is a list there.
+        **json.loads(json.dumps(followed, default=str)),
     }
 
 

@@ -63,7 +63,8 @@ def test_a_tensor_of_many_pieces_is_the_same(tmp_path: Path, monkeypatch: pytest
     assert continued("ragged", model, load_prefix(path, model, config_of("ragged"))) == want
 
 
-def test_a_prefix_saved_amid_generation_goes_on_under_generate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [1, 25])
+def test_a_prefix_saved_amid_generation_goes_on_under_generate(before: int, tmp_path: Path) -> None:
     model = tiny_model("llama", torch.float32)
     config, ids, lm = config_of("pariskv"), prompt(120), language_model(model)
 
@@ -76,14 +77,14 @@ def test_a_prefix_saved_amid_generation_goes_on_under_generate(tmp_path: Path) -
 
     want = generate(ids, ParisCache(model, config), 50)
     cache = ParisCache(model, config)
-    half = generate(ids, cache, 25)
-    with pytest.raises(PrefixError, match=r"tokens: the batch has 145 columns .* all but the last"):
+    half = generate(ids, cache, before)
+    with pytest.raises(PrefixError, match=rf"tokens: the batch has {120 + before} columns .* all but the last"):
         save_prefix(tmp_path / "half.safetensors", Prefix(cache, Batch(half)), lm)
     save_prefix(tmp_path / "half.safetensors", Prefix(cache, Batch(half[:, :-1])), lm)
     loaded = load_prefix(tmp_path / "half.safetensors", lm, config)
     with pytest.raises(PrefixError, match="logits: the prefix was saved without them"):
         next(loaded.generate(lm, config.generation))
-    assert torch.equal(generate(half, loaded.cache, 25), want)
+    assert torch.equal(generate(half, loaded.cache, 50 - before), want)
 
 
 @pytest.mark.parametrize("name", ["pariskv", "ragged", "mixed"])
@@ -219,6 +220,10 @@ def test_another_model_tokenizer_text_or_file_is_refused_by_name(tmp_path: Path)
     assert "model.class: saved LlamaForCausalLM, here Qwen3ForCausalLM" in refusal(
         language_model(tiny_model("qwen3", torch.float32))
     )
+    turned = language_model(
+        tiny_model("llama", torch.float32, rope_parameters={"rope_type": "default", "rope_theta": 5})
+    )
+    assert "model.rope_parameters.rope_theta: saved 10000.0, here 5" in refusal(turned)
     renamed = a_model("pariskv")
     renamed.model.config.name_or_path = "/models/elsewhere"
     assert "model.id: saved nothing, here elsewhere" in refusal(renamed)
