@@ -1,4 +1,4 @@
-"""The command line: `pariskv run | plan | compare | eval | calibrate | plugins | config | model | bench`.
+"""The command line: `pariskv run | plan | prefix | compare | eval | calibrate | plugins | config | model | bench`.
 
 What a user can mend is one line on standard error and exit code 2; Ctrl-C is exit code 130.
 """
@@ -25,6 +25,7 @@ from pariskv.bench.cli import bench_app
 from pariskv.config import Config, layer_range, load_config, parse_config, to_yaml
 from pariskv.errors import ConfigError, ParisKVError
 from pariskv.evaluation.cli import eval_app
+from pariskv.prefix.cli import prefix_app
 from pariskv.units import parse_bytes, parse_tokens, with_option
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ config_app = typer.Typer(help="Look at a configuration.")
 model_app = typer.Typer(help="Put models on this machine.")
 app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
+app.add_typer(prefix_app, name="prefix")
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
 

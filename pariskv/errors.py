@@ -7,6 +7,7 @@ ParisKVError                 anything below: the message says what was wanted, g
 │   ├── PluginLoadError      a plugin could not be imported or registered, or its factory failed
 │   ├── PluginContractError  a plugin breaks the contract of `pariskv.hookspecs`
 │   └── BindingError         the layer's stages do not fit together (no producer of a format, ...)
+├── PrefixError              a saved prefix cannot be written or read, or does not belong here
 ├── ShapeError               a tensor has the wrong shape, dtype or device
 └── CapacityError            the request needs more memory or more positions than there are
 """
@@ -38,6 +39,10 @@ class PluginContractError(PluginError):
 
 class BindingError(PluginError):
     """The stages chosen for a layer do not fit together."""
+
+
+class PrefixError(ParisKVError):
+    """A saved prefix cannot be written or read, or does not belong to the model and configuration at hand."""
 
 
 class ShapeError(ParisKVError):

@@ -19,6 +19,7 @@ from pariskv.report import Report
 if TYPE_CHECKING:
     from pariskv.integrations.language_model import LanguageModel
     from pariskv.integrations.transformers import ParisCache
+    from pariskv.prefix import Prefix
 
 
 @dataclass
@@ -82,6 +83,45 @@ class Session:
     def _tokens(self, batch: Batch) -> Iterator[list[int | None]]:
         cache, config = self._cache(batch), self.config
         return generate(self.model, cache, batch, config.generation, self._chunk(batch), runtime=config.runtime)
+
+    def read_prefix(self, texts: Sequence[str], progress: Progress | None = None) -> Prefix:
+        """Read the beginnings of prompts, one a row: to be saved (`pariskv.prefix`), or continued once.
+
+        Through the chat template a text is the beginning of the user's turn, which `continue_prefix` ends.
+        """
+        from pariskv.prefix import Prefix
+
+        settings = self.config.generation
+        turns = [self.model.open_turn(text, settings.chat) for text in texts]
+        batch = self.model.batch_of([ids for ids, _ in turns])
+        self._refuse_beyond_context(batch.tokens.shape[1])
+        cache = self._cache(batch)
+        logits = prefill(self.model, cache, batch, settings.max_new_tokens, self._chunk(batch), progress)
+        return Prefix(cache, batch, logits, turns[0][1])
+
+    def load_prefix(self, path: str | Path, texts: Sequence[str] | None = None, sha256: str | None = None) -> Prefix:
+        """A saved prefix, ready to be continued; refused by name where it does not belong to this session.
+
+        texts   refuse it unless it is of these
+        sha256  refuse it unless it is this file
+        """
+        from pariskv.prefix import load_prefix
+
+        wanted = None
+        if texts is not None:
+            wanted = self.model.batch_of([self.model.open_turn(text, self.config.generation.chat)[0] for text in texts])
+        return load_prefix(path, self.model, new_cache=self._cache, tokens=wanted, sha256=sha256)
+
+    def continue_prefix(self, prefix: Prefix, question: str = "") -> Iterator[list[int | None]]:
+        """Read the question as the end of every row's turn, then yield each step's new token per row."""
+        rows, columns = prefix.batch.tokens.shape
+        ending = self.model.plain_ids(question + prefix.tail) if question + prefix.tail else []
+        self._refuse_beyond_context(columns + len(ending))
+        if ending:
+            added = self.model.batch_of([ending] * rows)
+            prefix.append(self.model, added.tokens, self.config.generation.max_new_tokens, self._chunk(added))
+            prefix.tail = ""
+        yield from prefix.generate(self.model, self.config.generation, self.config.runtime)
 
     def needle(self) -> Needle:
         """The needle test that `quickstart` describes."""

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from pariskv.errors import ShapeError
+from pariskv.errors import PluginContractError, ShapeError
 
 Tensors = Mapping[str, Tensor]
 """Named tensors: a block's codes, a fitted state, an encoded query."""
@@ -181,6 +181,21 @@ class Store(ABC):
     @abstractmethod
     def device_bytes(self) -> int:
         """Bytes held in device memory."""
+
+    def state(self) -> Tensors:
+        """Optional: what the store holds beside rows, so that a prefix can be saved; tensors of one axis at least."""
+        return {}
+
+    def restore(self, state: Tensors, rotary: Rotary | None) -> None:
+        """Optional, beside `state`: take that back, once the rows were appended to a new store of as many rows.
+
+        rotary  the model's, by positions in the zone
+        """
+        if state:
+            raise PluginContractError(
+                f"{type(self).__name__}: got the state {sorted(state)} of a saved store, but implements no restore; "
+                f"implement it beside state"
+            )
 
 
 class Rotary(Protocol):

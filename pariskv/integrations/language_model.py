@@ -16,6 +16,9 @@ from pariskv.integrations.compiled import CompiledForward
 from pariskv.integrations.models import LoadedModel, load_model
 from pariskv.integrations.transformers import ATTENTION, DenseCache, ParisCache, use_attention
 
+GOES_ON = "[pariskv: the user's turn goes on here]"
+"""Put into a chat template to find where a turn's text ends in it."""
+
 
 class LanguageModel:
     """A loaded model with its tokenizer: implements `pariskv.decode.Model`.
@@ -79,7 +82,10 @@ class LanguageModel:
 
         Raises ConfigError for an empty prompt, or chat: on without a template.
         """
-        rows = [self._ids(prompt, chat) for prompt in prompts]
+        return self.batch_of([self._ids(prompt, chat) for prompt in prompts])
+
+    def batch_of(self, rows: Sequence[Sequence[int]]) -> Batch:
+        """Token ids as a batch, padded on the left; raises ConfigError for a row without any."""
         if not all(rows):
             raise ConfigError("the prompt is empty: it holds no token; give --prompt or --prompt-file some text")
         longest = max(map(len, rows))
@@ -91,17 +97,36 @@ class LanguageModel:
         padded = any(len(ids) != longest for ids in rows)
         return Batch(tokens.to(self.device), mask.to(self.device) if padded else None)
 
-    def _ids(self, prompt: str, chat: str) -> list[int]:
-        if not prompt:
-            return []
+    def open_turn(self, text: str, chat: str = "off") -> tuple[list[int], str]:
+        """Token ids of a user's turn that begins with the text and goes on, and the template's text that ends it.
+
+        Without a template the turn is the text, and nothing ends it.
+        """
+        if not self._uses_template(chat) or not text:
+            return self._ids(text, "off"), ""
+        messages = [{"role": "user", "content": text + GOES_ON}]
+        whole = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        head, _, tail = str(whole).rpartition(GOES_ON)
+        return self.plain_ids(head), tail
+
+    def plain_ids(self, text: str) -> list[int]:
+        """Token ids of the text alone, without those that the tokenizer begins a prompt with."""
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def _uses_template(self, chat: str) -> bool:
         has_template = getattr(self.tokenizer, "chat_template", None) is not None
         if chat == "on" and not has_template:
             raise ConfigError(f"generation.chat=on: {self.loaded.name} has no chat template; use auto or off")
-        if chat == "off" or not has_template:
+        return chat != "off" and has_template
+
+    def _ids(self, prompt: str, chat: str) -> list[int]:
+        if not prompt:
+            return []
+        if not self._uses_template(chat):
             return list(self.tokenizer(prompt).input_ids)
         messages = [{"role": "user", "content": prompt}]
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        return self.plain_ids(text)
 
     def count_tokens(self, text: str) -> int:
         return len(self.tokenizer(text).input_ids)

@@ -68,7 +68,8 @@ class ParisCache(Cache):
         text_config = model.config.get_text_config(decoder=True)
         layer_types, layer_kwargs = supported_layers(model)
         retrieving = [index for index, kind in enumerate(layer_types) if kind == "full_attention"]
-        pipelines = bind(config, len(layer_types), registry or Registry.load(), retrieving)
+        self.config, self.registry = config, registry or Registry.load()
+        pipelines = bind(config, len(layer_types), self.registry, retrieving)
         rotary = rotary_of(model)
         refuse_missing_rotary(pipelines.values(), rotary is not None, model)
         self.geometry = geometry = Geometry(model, text_config)

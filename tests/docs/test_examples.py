@@ -15,6 +15,7 @@ from pariskv.binding import bind
 from pariskv.cli import app, config_app, main, model_app
 from pariskv.config import parse_config
 from pariskv.errors import ConfigError
+from pariskv.prefix.cli import prefix_app
 from pariskv.registry import Registry
 from tests.docs.fences import ROOT, blocks, names, page
 
@@ -60,7 +61,7 @@ def test_python_names_what_pariskv_offers_and_files_that_exist(name: str, block:
 
 
 def test_every_command_is_listed() -> None:
-    groups = {"": app, "config ": config_app, "model ": model_app, "bench ": bench_app}
+    groups = {"": app, "prefix ": prefix_app, "config ": config_app, "model ": model_app, "bench ": bench_app}
     commands = [
         f"{prefix}{command.callback.__name__}"
         for prefix, group in groups.items()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pariskv.errors import BindingError, ConfigError
-from pariskv.types import LayerInfo, Prefill, Rotary, Selected, Selection, Store
+from pariskv.types import LayerInfo, Prefill, Rotary, Selected, Selection, Store, Tensors
 from pariskv_plugins.blocks import check_block
 from pariskv_plugins.shadowkv.landmarks import encode_chunks
 from pariskv_plugins.shadowkv.outliers import ExactChunks
@@ -107,6 +107,27 @@ class ShadowStore(Store):
     def read(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """The keys as they came, not rebuilt."""
         return self.keys.read(row, start, stop), self.values.read(row, start, stop)
+
+    def state(self) -> Tensors:
+        """What the rows learnt from their prompts; nothing before that."""
+        if not self.learnt:
+            return {}
+        tokens = max(self.length)
+        return {
+            "learnt": torch.tensor([row in self.learnt for row in range(self.layer.batch)]),
+            "basis": self.basis,
+            "coefficients": self.coefficients[:, :tokens],
+            "exact_keys": self.exact.keys,
+            "exact_starts": self.exact.starts[..., : -(-tokens // self.exact.chunk)],
+        }
+
+    def restore(self, state: Tensors, rotary: Rotary | None) -> None:
+        self.rotary = rotary
+        self.learnt = {row for row, has_learnt in enumerate(state["learnt"].tolist()) if has_learnt}
+        self.basis.copy_(state["basis"])
+        self.coefficients[:, : state["coefficients"].shape[1]] = state["coefficients"]
+        self.exact.keys.copy_(state["exact_keys"])
+        self.exact.starts[..., : state["exact_starts"].shape[-1]] = state["exact_starts"]
 
     def grow(self, capacity: int) -> None:
         if capacity <= self.capacity:
