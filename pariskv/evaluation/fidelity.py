@@ -17,11 +17,11 @@ import torch
 
 from pariskv.config import Config
 from pariskv.decode import Batch, make_steps
-from pariskv.errors import CapacityError, ConfigError
+from pariskv.errors import ConfigError
+from pariskv.lengths import refuse_attended_prompt, refuse_beyond_context
 from pariskv.metrics import LAYER_MEASURES, Fidelity, Mean, measure_logits
 from pariskv.registry import Registry
-from pariskv.replay import PassThrough, replay_layer
-from pariskv.window import Window
+from pariskv.replay import PassThrough, Tape, replay_layer
 
 if TYPE_CHECKING:
     from pariskv.integrations.language_model import LanguageModel
@@ -33,6 +33,8 @@ SUMMARY = ("candidate_recall", "recall", "mass_ratio", "output_error", "kl", "ar
 
 CHUNK = 2048
 """Tokens of a prompt that go through the dense pass at a time."""
+
+PROMPT = "the prompt (--tokens)"
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, how much of it, of how much."""
@@ -77,12 +79,17 @@ def measure_fidelity(
     Raises ConfigError for a text that is too short, or of which nothing would be retrieved, CapacityError beyond the
     model's context.
     """
+    from pariskv.integrations.reference import read_densely
+    from pariskv.integrations.transformers import ParisCache
+
     whole = Measured()
     rows = {name: _tokens_of(model, name, text, tokens + steps) for name, text in samples.items()}
     refuse_length(model, config, tokens, steps)
+    keep_queries = wants_queries(ParisCache(model.model, config, registry))
     for name, row in rows.items():
         own = Measured()
-        reference = _read(model, config, row, tokens, registry, partial(progress, f"{name}, dense"))
+        prompt, then, said = row[:, :tokens], row[:, tokens:], partial(progress, f"{name}, dense")
+        reference = read_densely(model, prompt, then, 0, CHUNK, keep_queries, said)
         _replay(model, config, reference, registry, (own, whole), partial(progress, name))
         whole.texts[name] = own.summary()
     return whole
@@ -100,38 +107,13 @@ def _tokens_of(model: LanguageModel, name: str, text: str, wanted: int) -> torch
 
 def refuse_length(model: LanguageModel, config: Config, tokens: int, steps: int) -> None:
     """Refuse prompts of which nothing would be retrieved, and those that the model has no positions for."""
-    window, context = config.window, model.context_length
-    if not Window(window.sink, window.local, window.update_interval, window.dense_below).zone(tokens):
-        least = max(window.dense_below, window.sink + window.local + window.update_interval)
-        raise ConfigError(
-            f"--tokens: got {tokens}, all of which are attended to in any case; give {least} at least, "
-            f"or lower window.dense_below and the window's sizes"
-        )
-    if context is not None and not config.model.allow_beyond_context and tokens + steps > context:
-        raise CapacityError(
-            f"--tokens and --steps are {tokens} and {steps}, but the model's context is {context}; "
-            f"lower them, or set model.allow_beyond_context=true"
-        )
+    refuse_attended_prompt(config, tokens, PROMPT)
+    refuse_beyond_context(config, model.context_length, tokens, steps, PROMPT)
 
 
 def wants_queries(cache: ParisCache) -> bool:
     """Whether a format of the cache learns from the prompt's queries."""
     return any(pipeline.wants_queries for pipeline in cache.request.pipelines.values())
-
-
-def _read(
-    model: LanguageModel,
-    config: Config,
-    row: torch.Tensor,
-    tokens: int,
-    registry: Registry | None,
-    progress: Callable[[int, int], None],
-) -> Reference:
-    from pariskv.integrations.reference import read_densely
-    from pariskv.integrations.transformers import ParisCache
-
-    keep = wants_queries(ParisCache(model.model, config, registry))
-    return read_densely(model, row[:, :tokens], row[:, tokens:], 0, CHUNK, keep, progress)
 
 
 @torch.no_grad()
@@ -143,19 +125,24 @@ def _replay(
     into: tuple[Measured, ...],
     progress: Callable[[int, int], None],
 ) -> None:
+    """Measure the layers one by one, then the model's logits; the prompt is encoded once for both."""
     from pariskv.integrations.transformers import ParisCache
 
-    cache = ParisCache(model.model, config, registry)
+    cache, watched = (ParisCache(model.model, config, registry) for _ in range(2))
     cache.warm_up()
+    tape = Tape()
+    tape.record(cache.request)
+    for _ in reference.fill(cache):
+        pass
+    tape.is_recording = False
+    tape.play(watched.request)
     total, done = len(reference.layers) + reference.steps, 0
     for index, trace in reference.layers.items():
-        top_k = cache.request.pipelines[index].top_k
-        for step, values in replay_layer(trace, cache.request, cache.geometry.expected_info(index, 1), max(1, top_k)):
+        info, top_k = watched.geometry.expected_info(index, 1), max(1, watched.request.pipelines[index].top_k)
+        for step, values in replay_layer(trace, watched.request, info, top_k):
             for one in into:
                 one.fidelity.add(index, step, values)
         progress(done := done + 1, total)
-    for _ in reference.fill(cache):
-        pass
     run = make_steps(model, cache, Batch(reference.prompt), PassThrough(), config.runtime, reference.prompt.device)
     for step in range(reference.steps):
         logits = run.step(reference.tokens[:, step : step + 1])

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from pariskv_plugins.paris import framed
+from pariskv_plugins.paris.frame import learn_frame
 from tiny_models import language_model, prompt, tiny_model
 
 from pariskv import parse_config, texts
@@ -17,6 +19,7 @@ from pariskv.config import Config
 from pariskv.decode import Batch
 from pariskv.errors import CapacityError, ConfigError
 from pariskv.evaluation.fidelity import SUMMARY, measure_fidelity
+from pariskv.types import LayerInfo, Prefill, Tensors
 
 
 def config_of(retriever: str, **layer: Any) -> Config:
@@ -67,13 +70,30 @@ def test_the_summary_is_the_mean_of_the_texts() -> None:
         assert value == pytest.approx(sum(both) / 2), name  # type: ignore[arg-type]
 
 
+def test_a_prompt_is_read_and_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted: list[int] = []
+
+    def counted(layer: LayerInfo, prefill: Prefill, *arguments: Any) -> Tensors:
+        if prefill.lengths[0] > 100:  # less is a warm-up
+            fitted.append(layer.index)
+        return learn_frame(layer, prefill, *arguments)
+
+    monkeypatch.setattr(framed, "learn_frame", counted)
+    model, read = readable(), []
+    model.model.model.embed_tokens.register_forward_hook(lambda _, given, __: read.append(given[0].shape[1]))
+    measure_fidelity(model, config_of("pariskv", top_k=8), {"one": "a" * 200, "two": "b" * 190}, 150, 8)
+    assert fitted == [0, 1, 2] * 2
+    assert read.count(150) == 2
+    assert read.count(1) == len(read) - 2 == 2 * 2 * 8  # dense steps, and those of the retriever
+
+
 def test_texts_and_lengths_that_cannot_be_are_refused() -> None:
     config = config_of("pariskv", top_k=8)
     with pytest.raises(ConfigError, match=r"text 'one' has 100 tokens, wanted 162 \(--tokens and --steps together\)"):
         measure_fidelity(readable(), config, {"one": "a" * 100}, 150, 12)
-    with pytest.raises(ConfigError, match="--tokens: got 15, all of which are attended to in any case; give 20"):
+    with pytest.raises(ConfigError, match=r"the prompt \(--tokens\) has 15 tokens, all of which .* would attend to; give it 20"):
         measure_fidelity(readable(), config, {"one": "a" * 100}, 15, 12)
-    with pytest.raises(CapacityError, match="--tokens and --steps are 80 and 12, but the model's context is 90"):
+    with pytest.raises(CapacityError, match=r"--tokens\) has 80 tokens and 12 are decoded .* context is 90; give it 78"):
         measure_fidelity(readable(90), config, {"one": "a" * 100}, 80, 12)
 
 
