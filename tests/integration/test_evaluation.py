@@ -91,9 +91,9 @@ def test_texts_and_lengths_that_cannot_be_are_refused() -> None:
     config = config_of("pariskv", top_k=8)
     with pytest.raises(ConfigError, match=r"text 'one' has 100 tokens, wanted 162 \(--tokens and --steps together\)"):
         measure_fidelity(readable(), config, {"one": "a" * 100}, 150, 12)
-    with pytest.raises(ConfigError, match=r"the prompt \(--tokens\) has 15 tokens, all of which .* would attend to; give it 20"):
+    with pytest.raises(ConfigError, match=r"\(--tokens\) has 15 tokens, all of which .* attend to; give it 20"):
         measure_fidelity(readable(), config, {"one": "a" * 100}, 15, 12)
-    with pytest.raises(CapacityError, match=r"--tokens\) has 80 tokens and 12 are decoded .* context is 90; give it 78"):
+    with pytest.raises(CapacityError, match=r"has 80 tokens and 12 are decoded .* context is 90; give it 78"):
         measure_fidelity(readable(90), config, {"one": "a" * 100}, 80, 12)
 
 
