@@ -18,10 +18,13 @@ import torch
 from pariskv.config import Config
 from pariskv.decode import Batch, make_steps
 from pariskv.errors import ConfigError
+from pariskv.evaluation.charts import Chart
+from pariskv.evaluation.results import Results, Table, number, percent
 from pariskv.lengths import refuse_attended_prompt, refuse_beyond_context
 from pariskv.metrics import LAYER_MEASURES, Fidelity, Mean, measure_logits
 from pariskv.registry import Registry
 from pariskv.replay import PassThrough, Tape, replay_layer
+from pariskv.types import Tensors
 
 if TYPE_CHECKING:
     from pariskv.integrations.language_model import LanguageModel
@@ -44,12 +47,25 @@ Progress = Callable[[str, int, int], None]
 class Measured:
     """The means over texts, steps, layers and heads.
 
-    texts  the summary of each text by itself
+    logits  the means of the measures of the next token
+    steps   KL by step
+    texts   the summary of each text by itself
     """
 
     fidelity: Fidelity = field(default_factory=Fidelity)
     logits: dict[str, Mean] = field(default_factory=dict)
+    steps: dict[int, Mean] = field(default_factory=dict)
     texts: dict[str, dict[str, float | None]] = field(default_factory=dict)
+
+    def add_logits(self, step: int, values: Tensors) -> None:
+        """Take what `measure_logits` returned of a step, [B] each."""
+        for name, value in values.items():
+            self.logits.setdefault(name, Mean()).add(value.mean())
+        self.steps.setdefault(step, Mean()).add(values["kl"].mean())
+
+    def kl_by_step(self) -> list[float]:
+        """The mean over the texts, step by step."""
+        return [float(mean.value) for _, mean in sorted(self.steps.items())]
 
     def summary(self) -> dict[str, float | None]:
         """The `SUMMARY` over everything."""
@@ -146,7 +162,55 @@ def _replay(
     run = make_steps(model, cache, Batch(reference.prompt), PassThrough(), config.runtime, reference.prompt.device)
     for step in range(reference.steps):
         logits = run.step(reference.tokens[:, step : step + 1])
-        for name, value in measure_logits(logits, reference.logits[step : step + 1]).items():
-            for one in into:
-                one.logits.setdefault(name, Mean()).add(value.mean())
+        for one in into:
+            one.add_logits(step, measure_logits(logits, reference.logits[step : step + 1]))
         progress(done := done + 1, total)
+
+
+HEADS = ("candidate_recall", "recall", "mass", "oracle_mass", "mass_ratio", "output_error")
+
+
+def results_of(found: Measured, manifest: Mapping[str, Any], title: str) -> Results:
+    """The measures as tables, charts and JSON."""
+    summary, words = found.summary(), [name.replace("_", " ") for name in SUMMARY]
+    texts = [[name, *map(number, means.values())] for name, means in found.texts.items()]
+    layers = [[str(row["layer"]), *(number(row[name]) for name in HEADS)] for row in found.layers()]
+    headline = (
+        f"What is fetched has {percent(summary['mass_ratio'])} of the attention that the best choice of as many rows "
+        f"has. The next token is dense attention's in {percent(summary['argmax_agreement'])} of the steps."
+    )
+    return Results(
+        manifest,
+        {"layers": found.layers(), "summary": summary},
+        title,
+        headline,
+        [(number(summary[name]), word) for name, word in zip(SUMMARY, words, strict=True)],
+        [
+            Table("By text", ["text", *words], [*texts, ["all", *map(number, summary.values())]], summed=1),
+            Table("By layer", ["layer", *(name.replace("_", " ") for name in HEADS)], layers),
+        ],
+        [
+            Chart("Recall and mass ratio by layer", lambda figure: _draw_layers(figure, found)),
+            Chart("KL to dense attention by step", lambda figure: _draw_steps(figure, found)),
+        ],
+        tuple(dict.fromkeys((*SUMMARY, *HEADS))),
+    )
+
+
+def _draw_layers(figure: Any, found: Measured) -> None:
+    plane = figure.subplots()
+    for name in ("mass_ratio", "recall", "candidate_recall"):
+        points = [(row["layer"], row[name]) for row in found.layers() if row[name] is not None]
+        if points:
+            plane.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name.replace("_", " "))
+            plane.legend()
+    plane.set(xlabel="layer", ylim=(0, 1.03))
+    plane.grid()
+
+
+def _draw_steps(figure: Any, found: Measured) -> None:
+    plane = figure.subplots()
+    plane.plot(range(1, len(found.steps) + 1), found.kl_by_step(), marker="o", markersize=4)
+    plane.set(xlabel="step", ylabel="KL, nats")
+    plane.set_ylim(bottom=0)
+    plane.grid()

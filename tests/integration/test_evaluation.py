@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pages import read_page
 from pariskv_plugins.paris import framed
 from pariskv_plugins.paris.frame import learn_frame
 from tiny_models import language_model, prompt, tiny_model
@@ -111,9 +113,37 @@ def test_a_text_file_that_is_not_there_or_empty_is_refused(tmp_path: Path) -> No
         texts.read_text(tmp_path / "empty.txt")
 
 
+def test_the_command_writes_json_a_page_and_a_picture(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, text, report, plot = (tmp_path / name for name in ("one.yaml", "<b>.txt", "one.html", "one.svg"))
+    config.write_text(f"model: {{name: {folder}}}\nwindow: {{sink: 4, local: 8, update_interval: 8, dense_below: 0}}\n")
+    text.write_text(" ".join(f"w{1 + i % 39}" for i in range(200)))
+    sizes = ["--tokens", "150", "--steps", "3", "--top-k", "16"]
+    files = ["--text-file", str(text), "--report", str(report), "--plot", str(plot)]
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", "fidelity", str(config), *sizes, *files, "--json"])
+    assert stopped.value.code == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"manifest", "layers", "summary"}
+    assert len(found["manifest"]["measured"]["kl_by_step"]) == 3
+    assert sum(found["manifest"]["measured"]["kl_by_step"]) / 3 == pytest.approx(found["summary"]["kl"])
+    page = read_page(report.read_text())
+    shown = " ".join(page.texts)
+    for name, value in found["summary"].items():
+        assert f"{value:.4f}" in shown, name
+    for layer in found["layers"]:
+        assert f"{layer['mass_ratio']:.4f}" in shown
+    assert page.tags.count("svg") == 2
+    assert str(text) in shown
+    assert "--tokens 150 --steps 3 --top-k 16" in shown
+    assert len(re.findall(r'id="axes_\d+"', plot.read_text())) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--report", "page.pdf"], "--report page.pdf: wanted a file that ends in .html"),
         (["--preset", "pariskw"], "did you mean 'pariskv"),
         (["--text-file", "none.txt"], "none.txt: cannot be read as a text file"),
         (["--candidates", "2.5"], "layers.default.candidates: got 2.5"),
