@@ -29,7 +29,6 @@ from pariskv.prefix.cli import prefix_app
 from pariskv.units import parse_bytes, parse_tokens, with_option
 
 if TYPE_CHECKING:
-    from pariskv.compare_output import Results
     from pariskv.needle import Needle
     from pariskv.session import Run, Session
 
@@ -213,11 +212,14 @@ def compare(
         ),
     ] = "dense",
     plot: Annotated[Path | None, typer.Option(help="draw quality against --top-k, by default 32,64,128,256")] = None,
+    report: Annotated[Path | None, typer.Option(help="write a page to look at, one HTML file")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Retrievers side by side on one prompt, at the same budget, measured against dense attention."""
     from pariskv.compare import Comparison, check_names, config_for, parse_settings
-    from pariskv.compare_output import Results, check_plot
+    from pariskv.compare_output import results_of
+    from pariskv.evaluation.cli import calibration_of, check_files
+    from pariskv.evaluation.results import manifest_of
     from pariskv.registry import Registry
     from pariskv.session import Session
 
@@ -226,36 +228,23 @@ def compare(
     check_names(settings, wanted.retrievers, Registry.load())
     for name in wanted.retrievers:
         _check_names(config_for(settings, name, wanted.budgets[0]))
-    if plot is not None:
-        check_plot(plot)
+    check_files(plot, report)
     text = _prompt(None, prompt_file)
-    session, found, interrupted = Session.load(settings), Results(), False
+    session, found, interrupted = Session.load(settings), [], False
     comparison = Comparison(session.model, settings, wanted)
     chat = "off" if text is None else settings.generation.chat
     with described_progress() as progress:
         try:
             for budget, row in comparison.rows(text or session.needle().prompt, chat, progress):
-                found.add(budget, row)
+                found.append((budget, row))
         except KeyboardInterrupt:
             interrupted = True
-    _show_comparison(found, context.params, settings, as_json, plot)
+    used = calibration_of(session.model, [config_for(settings, name, wanted.budgets[0]) for name in wanted.retrievers])
+    manifest = manifest_of("compare", context.params, settings, used)
+    title = f"Retrievers on {settings.model.name}"
+    results_of(found, manifest, title).give(wide_console(200), as_json, plot, report if found else None)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
-
-
-def _show_comparison(
-    found: Results, arguments: dict[str, Any], config: Config, as_json: bool, plot: Path | None
-) -> None:
-    from pariskv.bench.manifest import make_manifest
-
-    if as_json:
-        plain = {key: str(value) if isinstance(value, Path) else value for key, value in arguments.items()}
-        print(json.dumps({"manifest": make_manifest("compare", plain, config), "rows": found.to_json()}))
-    else:
-        for table in found.tables():
-            wide_console(200).print(table)
-    if plot is not None:
-        found.draw(plot)
 
 
 @contextmanager

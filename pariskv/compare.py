@@ -19,14 +19,14 @@ from torch import Tensor
 
 from pariskv.config import DEFAULT, Config
 from pariskv.decode import Batch, make_steps
-from pariskv.errors import CapacityError, ConfigError
+from pariskv.errors import ConfigError
+from pariskv.lengths import refuse_attended_prompt, refuse_beyond_context
 from pariskv.metrics import Fidelity, Mean, host_bytes_per_step, index_bytes_per_token, measure_logits
 from pariskv.planner import chunk_for
 from pariskv.registry import Registry
 from pariskv.replay import Clock, PassThrough, Tape, filled_layer, fitting_top_k, replay_layer
 from pariskv.resolve import Instance, Retrievers
 from pariskv.units import parse_count, parse_list
-from pariskv.window import Window
 
 if TYPE_CHECKING:
     from pariskv.integrations.language_model import LanguageModel
@@ -169,7 +169,8 @@ class Comparison:
         """(budget, row), all retrievers of a budget in their order, one budget after the other."""
         prompt, question = self._tokens(text, chat)
         tokens = prompt.shape[1] + question.shape[1]
-        self._refuse_length(prompt.shape[1], tokens)
+        refuse_attended_prompt(self.config, prompt.shape[1])
+        refuse_beyond_context(self.config, self.model.context_length, tokens, self.settings.steps)
         keep = True in [self._needs_queries(name, tokens) for name in self.settings.retrievers]
         reference = self._read(prompt, question, keep, progress)
         for budget in self.settings.budgets:
@@ -204,21 +205,6 @@ class Comparison:
             )
         start = _common_prefix(whole[0], self.model.encode([context], chat).tokens[0])
         return whole[:, :start], whole[:, start:]
-
-    def _refuse_length(self, prompt_tokens: int, tokens: int) -> None:
-        """Refuse prompts of which nothing would be retrieved, and those that the model has no positions for."""
-        w, context, steps = self.config.window, self.model.context_length, self.settings.steps
-        if not Window(w.sink, w.local, w.update_interval, w.dense_below).zone(prompt_tokens):
-            least = max(w.dense_below, w.sink + w.local + w.update_interval)
-            raise ConfigError(
-                f"the prompt has {prompt_tokens} tokens, all of which every retriever would attend to; "
-                f"give it {least} at least, or lower window.dense_below and the window's sizes"
-            )
-        if context is not None and not self.config.model.allow_beyond_context and tokens + steps > context:
-            raise CapacityError(
-                f"the prompt has {tokens} tokens and --steps is {steps}, but the model's context is {context}; "
-                f"shorten the prompt, lower --steps, or set model.allow_beyond_context=true"
-            )
 
     def _needs_queries(self, name: str, tokens: int) -> bool:
         """Whether a format wants the prompt's queries; refuses what cannot be bound or does not fit."""

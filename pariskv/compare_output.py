@@ -1,16 +1,14 @@
-"""What `pariskv compare` shows: rows as JSON, as tables for a terminal, and quality against the budget as a picture."""
+"""What `pariskv compare` shows: rows as JSON, as tables, and quality against the budget as charts."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from rich.table import Table
-
 from pariskv.compare import FIELDS, Row
-from pariskv.errors import ConfigError
+from pariskv.evaluation.charts import Chart
+from pariskv.evaluation.results import Results, Table, percent
 
 HEADS = {
     "attended_tokens_per_step": "attended",
@@ -42,60 +40,54 @@ BASELINES = ("dense", "exact")
 """Drawn with broken lines."""
 
 
-class Results:
-    """Rows with the budgets that they were measured at, in the order of the measuring."""
+Measured = Sequence[tuple[int, Row]]
+"""Rows with the budgets that they were measured at, in the order of the measuring."""
 
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, Row]] = []
 
-    def add(self, budget: int, row: Row) -> None:
-        self.rows.append((budget, row))
+def results_of(rows: Measured, manifest: Mapping[str, Any], title: str) -> Results:
+    """A table for each budget, a chart for each of the `PANELS`, the rows with exactly their documented fields."""
+    budgets = dict.fromkeys(budget for budget, _ in rows)
+    least = min(budgets, default=0)
+    own = [row for budget, row in rows if budget == least]
+    figures = [(percent(row.mass_ratio), f"{row.retriever}: mass ratio at {least} rows") for row in own]
+    return Results(
+        manifest,
+        {"rows": [row.to_dict() for _, row in rows]},
+        title,
+        f"{len(own)} retrievers on one prompt, given as many rows of keys and values, beside dense attention.",
+        figures,
+        [_table(budget, [row for at, row in rows if at == budget]) for budget in budgets],
+        [Chart(label, partial(_draw, rows, name, label), (4.4, 4.2)) for name, label in PANELS] if rows else [],
+        ("candidate_recall", "recall", "mass_ratio", "output_error", "kl", "argmax_agreement", "attended"),
+    )
 
-    def to_json(self) -> list[dict[str, Any]]:
-        """The rows with exactly their documented fields."""
-        return [row.to_dict() for _, row in self.rows]
 
-    def tables(self) -> list[Table]:
-        """A table for each budget."""
-        budgets = dict.fromkeys(budget for budget, _ in self.rows)
-        return [_table(budget, [row for at, row in self.rows if at == budget]) for budget in budgets]
-
-    def draw(self, path: Path) -> None:
-        """Each retriever's quality against the budget; ConfigError where the file cannot be written."""
-        if not self.rows:
-            return
-        canvas = make_canvas()
-        for plane, (name, title) in zip(canvas.figure.subplots(1, len(PANELS)), PANELS, strict=True):
-            self._draw_panel(plane, name)
-            plane.set(title=title, xlabel="rows per key/value head and step")
-        canvas.figure.axes[0].legend()
-        try:
-            canvas.figure.savefig(path)
-        except OSError as error:
-            raise ConfigError(f"--plot {path}: cannot be written: {error}") from error
-
-    def _draw_panel(self, plane: Any, name: str) -> None:
-        for retriever in dict.fromkeys(row.retriever for _, row in self.rows):
-            points = [(at, getattr(row, name)) for at, row in self.rows if row.retriever == retriever]
-            points = sorted(point for point in points if point[1] is not None)
-            if points:
-                style = "--" if retriever in BASELINES else "-"
-                plane.plot(*zip(*points, strict=True), marker="o", label=retriever, linestyle=style)
-        budgets = sorted({budget for budget, _ in self.rows})
-        plane.set_xscale("log", base=2)
-        plane.set_xticks(budgets, [str(budget) for budget in budgets])
-        plane.minorticks_off()
-        plane.set_yscale("log" if name == "kl" else "linear")
-        plane.grid(alpha=0.3)
+def _draw(rows: Measured, name: str, label: str, figure: Any) -> None:
+    """Each retriever's quality against the budget."""
+    plane = figure.subplots()
+    for retriever in dict.fromkeys(row.retriever for _, row in rows):
+        points = [(at, getattr(row, name)) for at, row in rows if row.retriever == retriever]
+        points = sorted(point for point in points if point[1] is not None)
+        if points:
+            style = "--" if retriever in BASELINES else "-"
+            plane.plot(*zip(*points, strict=True), marker="o", label=retriever, linestyle=style)
+            plane.legend()
+    budgets = sorted({budget for budget, _ in rows})
+    plane.set_xscale("log", base=2)
+    plane.set_xticks(budgets, [str(budget) for budget in budgets])
+    plane.minorticks_off()
+    plane.set_yscale("log" if name == "kl" else "linear")
+    plane.set(title=label, xlabel="rows per key/value head and step")
+    plane.grid(alpha=0.3)
 
 
 def _table(budget: int, rows: Sequence[Row]) -> Table:
-    table = Table(title=f"K = {budget} rows per key/value head and step", title_justify="left")
-    for name in FIELDS:
-        table.add_column(HEADS.get(name, name), justify="left" if name in TEXTS else "right", no_wrap=name in TEXTS)
-    for row in rows:
-        table.add_row(*(_cell(name, value) for name, value in row.to_dict().items()))
-    return table
+    return Table(
+        f"K = {budget} rows per key/value head and step",
+        [HEADS.get(name, name) for name in FIELDS],
+        [[_cell(name, value) for name, value in row.to_dict().items()] for row in rows],
+        words=[index for index, name in enumerate(FIELDS) if name in TEXTS],
+    )
 
 
 def _cell(name: str, value: Any) -> str:
@@ -106,21 +98,3 @@ def _cell(name: str, value: Any) -> str:
 
 def _share(value: float) -> str:
     return f"{value:.3f}"
-
-
-def check_plot(path: Path) -> None:
-    """Raise ConfigError where a picture could not be drawn or written, before anything is measured."""
-    formats = make_canvas().get_supported_filetypes()
-    if path.suffix[1:].lower() not in formats:
-        raise ConfigError(f"--plot {path}: wanted a file that ends in one of {', '.join(sorted(formats))}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: the folder {path.absolute().parent} does not exist; make it first")
-
-
-def make_canvas(size: tuple[float, float] = (13, 4.2)) -> Any:
-    """A figure's canvas, of a size in inches; ConfigError without matplotlib."""
-    try:
-        figure = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'pariskv[plots]'") from error
-    return figure.Figure(figsize=size, layout="constrained").canvas

@@ -24,6 +24,7 @@ class Report:
     decode_tokens_per_s       of the decode steps; None where the prefill gave the only token
     prefill_history           where a chunk found the ones before it: buffer (on the device) or store; None when dense
     answer_found              None without a needle
+    calibration               the file of the model's query statistics that the codes were made by; None without one
     """
 
     text: str
@@ -38,6 +39,7 @@ class Report:
     decode_tokens_per_s: float | None
     answer_found: bool | None
     prefill_history: History | None = None
+    calibration: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -148,6 +148,7 @@ class Session:
             kv_host_bytes=state.kv_host_bytes,
             code_bytes=state.code_bytes,
             prefill_history=state.prefill_history,
+            calibration=cache.calibration,
         )
         return run
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from pariskv import texts
 from pariskv.config import DEFAULT, Config, load_config
 from pariskv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pariskv.evaluation.fidelity import Measured
+    from pariskv.integrations.language_model import LanguageModel
 
 eval_app = typer.Typer(help="Measure how much of dense attention a configuration finds.")
 
@@ -23,6 +21,10 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file"
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[key=value ...]", help="values that replace the file's")
 ]
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")]
+Report = Annotated[Path | None, typer.Option(help="write a page to look at, one HTML file that needs nothing else")]
 
 
 @eval_app.callback()
@@ -44,13 +46,15 @@ def fidelity(
     top_k: Annotated[int | None, typer.Option(min=1, help="rows fetched per key/value head and step")] = None,
     candidates: Annotated[str | None, typer.Option(help="auto, a ratio such as 0.1, or a count of tokens")] = None,
     preset: Annotated[str | None, typer.Option(help="one retriever in every layer, such as pariskv-paper")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
+    plot: Annotated[Path | None, typer.Option(help="draw recall and mass by layer, and KL by step")] = None,
+    report: Report = None,
+    as_json: AsJson = False,
 ) -> None:
     """Along real texts, against dense attention: recall, mass, output error by layer, and the next token."""
-    from pariskv.bench.manifest import make_manifest
     from pariskv.cli import described_progress, wide_console
     from pariskv.compare import check_names, config_for
-    from pariskv.evaluation.fidelity import measure_fidelity
+    from pariskv.evaluation.fidelity import measure_fidelity, results_of
+    from pariskv.evaluation.results import manifest_of
     from pariskv.integrations.language_model import LanguageModel
     from pariskv.registry import Registry
 
@@ -61,15 +65,16 @@ def fidelity(
         settings = config_for(settings, preset, settings.layers[DEFAULT].top_k or 1)
     samples = {str(file): texts.read_text(file) for file in text_file or []}
     samples = samples or {name: text() for name, text in texts.STANDARD.items()}
+    check_files(plot, report)
     model = LanguageModel.load(settings)
     with described_progress() as progress:
         found = measure_fidelity(model, settings, samples, tokens, steps, progress=progress)
-    if as_json:
-        manifest = make_manifest("eval fidelity", _plain(context.params), settings)
-        manifest["measured"] = {"texts": found.texts, "sha256": {name: texts.sha256(s) for name, s in samples.items()}}
-        print(json.dumps({"manifest": manifest, "layers": found.layers(), "summary": found.summary()}))
-    else:
-        _show(found, wide_console())
+    digests = {name: texts.sha256(text) for name, text in samples.items()}
+    measured = {"texts": found.texts, "sha256": digests, "kl_by_step": found.kl_by_step()}
+    used = calibration_of(model, [settings])
+    manifest = manifest_of("eval fidelity", context.params, settings, used, **measured)
+    title = f"Fidelity of {settings.layers[DEFAULT].retriever} on {settings.model.name}"
+    results_of(found, manifest, title).give(wide_console(), as_json, plot, report)
 
 
 @eval_app.command()
@@ -85,41 +90,32 @@ def drift(
     tokens: Annotated[int | None, typer.Option(min=1, help="tokens of the prompt; 8,192 or 4,000")] = None,
     positions: Annotated[int, typer.Option(min=2, help="at how many positions recall is looked at")] = 20,
     plot: Annotated[Path | None, typer.Option(help="draw recall against the position")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of a table")] = False,
+    report: Report = None,
+    as_json: AsJson = False,
 ) -> None:
     """Recall@100 while generation moves away from the prompt: of a model from prose to code, or of made-up keys."""
-    from pariskv.bench.manifest import make_manifest
     from pariskv.cli import described_progress, wide_console
     from pariskv.compare import check_names
-    from pariskv.compare_output import check_plot
-    from pariskv.evaluation.drift import Synthetic, draw, measure_drift, summarise, to_json
+    from pariskv.evaluation.drift import Synthetic, measure_drift, results_of
+    from pariskv.evaluation.results import manifest_of
     from pariskv.registry import Registry
     from pariskv.units import parse_list
 
     settings, registry = load_config(config, overrides or []), Registry.load()
     names = parse_list(retrievers, str, "--retrievers")
     check_names(settings, names, registry)
-    if plot is not None:
-        check_plot(plot)
+    check_files(plot, report)
+    moments, used = None, None
     with described_progress() as progress:
         if synthetic:
             made = Synthetic(steps=steps or 100_000, prompt=tokens or 8192, positions=positions)
-            traces, moments = {0: (made.info(), made.trace())}, None
+            traces: Any = {0: (made.info(), made.trace())}
         else:
-            traces, moments = _model_traces(settings, tokens or 4000, steps or 3500)
-        found = measure_drift(settings, names, traces, positions, QUERIES, registry, moments, progress)
-        points = list(found)
-    if as_json:
-        manifest = make_manifest("eval drift", _plain(context.params), settings)
-        print(json.dumps({"manifest": manifest, **to_json(points)}))
-    else:
-        table = Table("retriever", "start", "end", "end / start", "slope per 1,000 tokens", title="recall@100")
-        for one in summarise(points):
-            numbers = (f"{one.start:.3f}", f"{one.end:.3f}", f"{one.ratio:.3f}", f"{one.slope:+.5f}")
-            table.add_row(one.retriever, *numbers)
-        wide_console().print(table)
-    if plot is not None:
-        draw(points, plot)
+            traces, moments, used = _model_traces(settings, names, tokens or 4000, steps or 3500)
+        points = list(measure_drift(settings, names, traces, positions, QUERIES, registry, moments, progress))
+    manifest = manifest_of("eval drift", context.params, settings, used)
+    title = f"Drift: {'made-up keys that turn' if synthetic else f'{settings.model.name} from prose to source code'}"
+    results_of(points, manifest, title).give(wide_console(), as_json, plot, report)
 
 
 @eval_app.command()
@@ -132,14 +128,14 @@ def needle(
     depths: Annotated[str, typer.Option(help="where the needle lies, 0 to 1, with commas")] = "0,0.25,0.5,0.75,1",
     tries: Annotated[int, typer.Option(min=1, help="needles at each length and depth")] = 1,
     plot: Annotated[Path | None, typer.Option(help="draw a heat map for each retriever")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
+    report: Report = None,
+    as_json: AsJson = False,
 ) -> None:
     """The needle grid: is a number found in a haystack, by length and depth, beside dense attention?"""
-    from pariskv.bench.manifest import make_manifest
     from pariskv.cli import described_progress, wide_console
     from pariskv.compare import check_names
-    from pariskv.compare_output import check_plot
-    from pariskv.evaluation.needle import draw, measure_needles
+    from pariskv.evaluation.needle import configs_of, measure_needles, results_of
+    from pariskv.evaluation.results import manifest_of
     from pariskv.integrations.language_model import LanguageModel
     from pariskv.registry import Registry
     from pariskv.units import parse_list, parse_tokens
@@ -148,23 +144,29 @@ def needle(
     names = parse_list(retrievers, str, "--retrievers")
     sizes, places = parse_list(lengths, parse_tokens, "--lengths"), parse_list(depths, _depth, "--depths")
     check_names(settings, names, registry)
-    if plot is not None:
-        check_plot(plot)
+    check_files(plot, report)
     model = LanguageModel.load(settings)
     with described_progress() as progress:
         cells = list(measure_needles(model, settings, names, sizes, places, tries, registry, progress))
-    if as_json:
-        manifest = make_manifest("eval needle", _plain(context.params), settings)
-        print(json.dumps({"manifest": manifest, "rows": [cell.to_dict() for cell in cells]}))
-    else:
-        for name in dict.fromkeys(cell.retriever for cell in cells):
-            table = Table("depth", *(f"{size:,}" for size in sizes), title=name, title_justify="left")
-            for place in places:
-                row = [cell for cell in cells if (cell.retriever, cell.depth) == (name, place)]
-                table.add_row(f"{place:g}", *(f"{cell.found} of {cell.tries}" for cell in row))
-            wide_console().print(table)
+    used = calibration_of(model, configs_of(settings, names).values())
+    manifest = manifest_of("eval needle", context.params, settings, used)
+    results_of(cells, manifest, f"Needles in {settings.model.name}").give(wide_console(), as_json, plot, report)
+
+
+def check_files(plot: Path | None, report: Path | None) -> None:
+    """Refuse files that could not be drawn or written, before anything is measured."""
+    from pariskv.evaluation.charts import check_plot
+    from pariskv.evaluation.page import check_report
+
     if plot is not None:
-        draw(cells, plot)
+        check_plot(plot)
+    if report is not None:
+        check_report(report)
+
+
+def calibration_of(model: LanguageModel, configs: Iterable[Config]) -> str | None:
+    """The file of the model's query statistics, where a layer of one of the configurations is encoded by them."""
+    return next((used for config in configs if (used := model.new_cache(config).calibration)), None)
 
 
 def _depth(text: str) -> float:
@@ -181,9 +183,10 @@ QUERIES = 16
 """Queries that are asked at each position."""
 
 
-def _model_traces(settings: Config, tokens: int, steps: int) -> tuple[Any, Any]:
-    """The model's layers along prose, then source code, and the moments of its calibration."""
-    from pariskv.evaluation.drift import model_traces
+def _model_traces(settings: Config, names: Sequence[str], tokens: int, steps: int) -> tuple[Any, Any, str | None]:
+    """The model's layers along prose, then source code; the moments of its calibration, and the file if it is used."""
+    from pariskv.compare import config_for
+    from pariskv.evaluation.drift import TOP_K, model_traces
     from pariskv.evaluation.fidelity import refuse_length
     from pariskv.integrations.calibration import find_calibration
     from pariskv.integrations.language_model import LanguageModel
@@ -191,36 +194,9 @@ def _model_traces(settings: Config, tokens: int, steps: int) -> tuple[Any, Any]:
     model = LanguageModel.load(settings)
     refuse_length(model, settings, tokens, steps)
     kept = find_calibration(model.model)
+    used = calibration_of(model, [config_for(settings, name, TOP_K) for name in names])
     prose, code = texts.STANDARD["prose-1"](), texts.STANDARD["source-1"]()
-    return model_traces(model, prose, code, tokens, steps), None if kept is None else kept.moments
-
-
-def _plain(arguments: dict[str, Any]) -> dict[str, Any]:
-    plain = {key: str(value) if isinstance(value, Path) else value for key, value in arguments.items()}
-    if "text_file" in arguments:
-        plain["text_file"] = [str(path) for path in arguments["text_file"] or []]
-    return plain
-
-
-HEADS = ("candidate_recall", "recall", "mass_ratio", "output_error")
-
-
-def _show(found: Measured, console: Console) -> None:
-    table = Table("layer", *(name.replace("_", " ") for name in HEADS), title="by layer", title_justify="left")
-    for row in found.layers():
-        table.add_row(str(row["layer"]), *(_number(row[name]) for name in HEADS))
-    console.print(table)
-    summary = found.summary()
-    table = Table("text", *(name.replace("_", " ") for name in summary), title="by text", title_justify="left")
-    for name, means in found.texts.items():
-        table.add_row(name, *(_number(value) for value in means.values()))
-    table.add_section()
-    table.add_row("all", *(_number(value) for value in summary.values()))
-    console.print(table)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+    return model_traces(model, prose, code, tokens, steps), None if kept is None else kept.moments, used
 
 
 def calibrate(config: Config, text_files: list[Path], tokens: int | None) -> None:

@@ -17,8 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,9 +25,9 @@ from torch import Tensor
 from pariskv.binding import bind
 from pariskv.cache import RequestState
 from pariskv.compare import config_for
-from pariskv.compare_output import make_canvas
 from pariskv.config import Config
-from pariskv.errors import ConfigError
+from pariskv.evaluation.charts import Chart
+from pariskv.evaluation.results import Results, Table, number, percent
 from pariskv.metrics import dense_truth, measure
 from pariskv.registry import Registry
 from pariskv.replay import LayerTrace, filled_layer, observe
@@ -114,7 +113,7 @@ def summarise(points: Sequence[Point]) -> list[Summary]:
     return found
 
 
-def to_json(points: Sequence[Point]) -> dict[str, object]:
+def to_json(points: Sequence[Point]) -> dict[str, Any]:
     """The rows and their summary, as plain values."""
     return {"rows": [asdict(point) for point in points], "summary": [asdict(one) for one in summarise(points)]}
 
@@ -166,20 +165,49 @@ def _follow(
     state.reset()
 
 
-def draw(points: Sequence[Point], path: Path) -> None:
-    """Recall against the position, a line for each retriever; ConfigError where the file cannot be written."""
-    canvas = make_canvas((7.0, 4.2))
-    plane = canvas.figure.subplots()
+def results_of(points: Sequence[Point], manifest: Mapping[str, Any], title: str) -> Results:
+    """Rows and summaries as tables, a chart and JSON."""
+    summaries = summarise(points)
+    at = {(point.retriever, point.position): point.recall for point in points}
+    names = [one.retriever for one in summaries]
+    positions = sorted({point.position for point in points})
+    said = [f"{one.retriever} {percent(one.start)} at the start, {percent(one.end)} at the end" for one in summaries]
+    numbers = [
+        (one.retriever, number(one.start, 3), number(one.end, 3), number(one.ratio, 3), f"{one.slope:+.5f}")
+        for one in summaries
+    ]
+    return Results(
+        manifest,
+        to_json(points),
+        title,
+        f"Found of the {TOP_K} tokens that matter most: {'; '.join(said)}.",
+        [(number(one.ratio, 3), f"{one.retriever}: end / start") for one in summaries],
+        [
+            Table(
+                f"recall@{TOP_K}",
+                ("retriever", "start", "end", "end / start", "slope per 1,000 tokens"),
+                numbers,
+            ),
+            Table(
+                "By decode position",
+                ("position", *names),
+                [[f"{position:,}", *(number(at.get((name, position)), 3) for name in names)] for position in positions],
+            ),
+        ],
+        [Chart(f"Recall@{TOP_K} as generation moves away from the prompt", lambda figure: _draw(figure, points))],
+        ("recall", "start", "end", "slope"),
+    )
+
+
+def _draw(figure: Any, points: Sequence[Point]) -> None:
+    """Recall against the position, a line for each retriever."""
+    plane = figure.subplots()
     for name in dict.fromkeys(point.retriever for point in points):
         own = [(point.position, point.recall) for point in points if point.retriever == name]
         plane.plot(*zip(*own, strict=True), marker="o", label=name)
-    plane.set(title=f"recall@{TOP_K} as generation moves away", xlabel="decode position", ylabel="recall", ylim=(0, 1))
-    plane.grid(alpha=0.3)
+    plane.set(xlabel="decode position", ylabel=f"recall@{TOP_K}", ylim=(0, 1))
+    plane.grid()
     plane.legend()
-    try:
-        canvas.figure.savefig(path)
-    except OSError as error:
-        raise ConfigError(f"--plot {path}: cannot be written: {error}") from error
 
 
 def model_traces(

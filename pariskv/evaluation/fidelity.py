@@ -17,11 +17,14 @@ import torch
 
 from pariskv.config import Config
 from pariskv.decode import Batch, make_steps
-from pariskv.errors import CapacityError, ConfigError
+from pariskv.errors import ConfigError
+from pariskv.evaluation.charts import Chart
+from pariskv.evaluation.results import Results, Table, number, percent
+from pariskv.lengths import refuse_attended_prompt, refuse_beyond_context
 from pariskv.metrics import LAYER_MEASURES, Fidelity, Mean, measure_logits
 from pariskv.registry import Registry
-from pariskv.replay import PassThrough, replay_layer
-from pariskv.window import Window
+from pariskv.replay import PassThrough, Tape, replay_layer
+from pariskv.types import Tensors
 
 if TYPE_CHECKING:
     from pariskv.integrations.language_model import LanguageModel
@@ -34,6 +37,8 @@ SUMMARY = ("candidate_recall", "recall", "mass_ratio", "output_error", "kl", "ar
 CHUNK = 2048
 """Tokens of a prompt that go through the dense pass at a time."""
 
+PROMPT = "the prompt (--tokens)"
+
 Progress = Callable[[str, int, int], None]
 """Called with what is done, how much of it, of how much."""
 
@@ -42,12 +47,25 @@ Progress = Callable[[str, int, int], None]
 class Measured:
     """The means over texts, steps, layers and heads.
 
-    texts  the summary of each text by itself
+    logits  the means of the measures of the next token
+    steps   KL by step
+    texts   the summary of each text by itself
     """
 
     fidelity: Fidelity = field(default_factory=Fidelity)
     logits: dict[str, Mean] = field(default_factory=dict)
+    steps: dict[int, Mean] = field(default_factory=dict)
     texts: dict[str, dict[str, float | None]] = field(default_factory=dict)
+
+    def add_logits(self, step: int, values: Tensors) -> None:
+        """Take what `measure_logits` returned of a step, [B] each."""
+        for name, value in values.items():
+            self.logits.setdefault(name, Mean()).add(value.mean())
+        self.steps.setdefault(step, Mean()).add(values["kl"].mean())
+
+    def kl_by_step(self) -> list[float]:
+        """The mean over the texts, step by step."""
+        return [float(mean.value) for _, mean in sorted(self.steps.items())]
 
     def summary(self) -> dict[str, float | None]:
         """The `SUMMARY` over everything."""
@@ -77,12 +95,17 @@ def measure_fidelity(
     Raises ConfigError for a text that is too short, or of which nothing would be retrieved, CapacityError beyond the
     model's context.
     """
+    from pariskv.integrations.reference import read_densely
+    from pariskv.integrations.transformers import ParisCache
+
     whole = Measured()
     rows = {name: _tokens_of(model, name, text, tokens + steps) for name, text in samples.items()}
     refuse_length(model, config, tokens, steps)
+    keep_queries = wants_queries(ParisCache(model.model, config, registry))
     for name, row in rows.items():
         own = Measured()
-        reference = _read(model, config, row, tokens, registry, partial(progress, f"{name}, dense"))
+        prompt, then, said = row[:, :tokens], row[:, tokens:], partial(progress, f"{name}, dense")
+        reference = read_densely(model, prompt, then, 0, CHUNK, keep_queries, said)
         _replay(model, config, reference, registry, (own, whole), partial(progress, name))
         whole.texts[name] = own.summary()
     return whole
@@ -100,38 +123,13 @@ def _tokens_of(model: LanguageModel, name: str, text: str, wanted: int) -> torch
 
 def refuse_length(model: LanguageModel, config: Config, tokens: int, steps: int) -> None:
     """Refuse prompts of which nothing would be retrieved, and those that the model has no positions for."""
-    window, context = config.window, model.context_length
-    if not Window(window.sink, window.local, window.update_interval, window.dense_below).zone(tokens):
-        least = max(window.dense_below, window.sink + window.local + window.update_interval)
-        raise ConfigError(
-            f"--tokens: got {tokens}, all of which are attended to in any case; give {least} at least, "
-            f"or lower window.dense_below and the window's sizes"
-        )
-    if context is not None and not config.model.allow_beyond_context and tokens + steps > context:
-        raise CapacityError(
-            f"--tokens and --steps are {tokens} and {steps}, but the model's context is {context}; "
-            f"lower them, or set model.allow_beyond_context=true"
-        )
+    refuse_attended_prompt(config, tokens, PROMPT)
+    refuse_beyond_context(config, model.context_length, tokens, steps, PROMPT)
 
 
 def wants_queries(cache: ParisCache) -> bool:
     """Whether a format of the cache learns from the prompt's queries."""
     return any(pipeline.wants_queries for pipeline in cache.request.pipelines.values())
-
-
-def _read(
-    model: LanguageModel,
-    config: Config,
-    row: torch.Tensor,
-    tokens: int,
-    registry: Registry | None,
-    progress: Callable[[int, int], None],
-) -> Reference:
-    from pariskv.integrations.reference import read_densely
-    from pariskv.integrations.transformers import ParisCache
-
-    keep = wants_queries(ParisCache(model.model, config, registry))
-    return read_densely(model, row[:, :tokens], row[:, tokens:], 0, CHUNK, keep, progress)
 
 
 @torch.no_grad()
@@ -143,23 +141,76 @@ def _replay(
     into: tuple[Measured, ...],
     progress: Callable[[int, int], None],
 ) -> None:
+    """Measure the layers one by one, then the model's logits; the prompt is encoded once for both."""
     from pariskv.integrations.transformers import ParisCache
 
-    cache = ParisCache(model.model, config, registry)
+    cache, watched = (ParisCache(model.model, config, registry) for _ in range(2))
     cache.warm_up()
+    tape = Tape()
+    tape.record(cache.request)
+    for _ in reference.fill(cache):
+        pass
+    tape.is_recording = False
+    tape.play(watched.request)
     total, done = len(reference.layers) + reference.steps, 0
     for index, trace in reference.layers.items():
-        top_k = cache.request.pipelines[index].top_k
-        for step, values in replay_layer(trace, cache.request, cache.geometry.expected_info(index, 1), max(1, top_k)):
+        info, top_k = watched.geometry.expected_info(index, 1), max(1, watched.request.pipelines[index].top_k)
+        for step, values in replay_layer(trace, watched.request, info, top_k):
             for one in into:
                 one.fidelity.add(index, step, values)
         progress(done := done + 1, total)
-    for _ in reference.fill(cache):
-        pass
     run = make_steps(model, cache, Batch(reference.prompt), PassThrough(), config.runtime, reference.prompt.device)
     for step in range(reference.steps):
         logits = run.step(reference.tokens[:, step : step + 1])
-        for name, value in measure_logits(logits, reference.logits[step : step + 1]).items():
-            for one in into:
-                one.logits.setdefault(name, Mean()).add(value.mean())
+        for one in into:
+            one.add_logits(step, measure_logits(logits, reference.logits[step : step + 1]))
         progress(done := done + 1, total)
+
+
+HEADS = ("candidate_recall", "recall", "mass", "oracle_mass", "mass_ratio", "output_error")
+
+
+def results_of(found: Measured, manifest: Mapping[str, Any], title: str) -> Results:
+    """The measures as tables, charts and JSON."""
+    summary, words = found.summary(), [name.replace("_", " ") for name in SUMMARY]
+    texts = [[name, *map(number, means.values())] for name, means in found.texts.items()]
+    layers = [[str(row["layer"]), *(number(row[name]) for name in HEADS)] for row in found.layers()]
+    headline = (
+        f"What is fetched has {percent(summary['mass_ratio'])} of the attention that the best choice of as many rows "
+        f"has. The next token is dense attention's in {percent(summary['argmax_agreement'])} of the steps."
+    )
+    return Results(
+        manifest,
+        {"layers": found.layers(), "summary": summary},
+        title,
+        headline,
+        [(number(summary[name]), word) for name, word in zip(SUMMARY, words, strict=True)],
+        [
+            Table("By text", ["text", *words], [*texts, ["all", *map(number, summary.values())]], summed=1),
+            Table("By layer", ["layer", *(name.replace("_", " ") for name in HEADS)], layers),
+        ],
+        [
+            Chart("Recall and mass ratio by layer", lambda figure: _draw_layers(figure, found)),
+            Chart("KL to dense attention by step", lambda figure: _draw_steps(figure, found)),
+        ],
+        tuple(dict.fromkeys((*SUMMARY, *HEADS))),
+    )
+
+
+def _draw_layers(figure: Any, found: Measured) -> None:
+    plane = figure.subplots()
+    for name in ("mass_ratio", "recall", "candidate_recall"):
+        points = [(row["layer"], row[name]) for row in found.layers() if row[name] is not None]
+        if points:
+            plane.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name.replace("_", " "))
+            plane.legend()
+    plane.set(xlabel="layer", ylim=(0, 1.03))
+    plane.grid()
+
+
+def _draw_steps(figure: Any, found: Measured) -> None:
+    plane = figure.subplots()
+    plane.plot(range(1, len(found.steps) + 1), found.kl_by_step(), marker="o", markersize=4)
+    plane.set(xlabel="step", ylabel="KL, nats")
+    plane.set_ylim(bottom=0)
+    plane.grid()

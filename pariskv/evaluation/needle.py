@@ -6,19 +6,20 @@ prompt's keys and values and answers for itself, so that only decoding differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pariskv.compare import config_for
-from pariskv.compare_output import make_canvas
 from pariskv.config import DEFAULT, Config
 from pariskv.decode import Batch, make_steps
-from pariskv.errors import ConfigError
+from pariskv.evaluation.charts import Chart
 from pariskv.evaluation.fidelity import CHUNK, wants_queries
+from pariskv.evaluation.results import Results, Table
+from pariskv.lengths import refuse_beyond_context
 from pariskv.needle import needle_prompt
 from pariskv.registry import Registry
 from pariskv.replay import PassThrough
@@ -47,6 +48,12 @@ class Cell:
         return asdict(self)
 
 
+def configs_of(config: Config, retrievers: Sequence[str]) -> dict[str, Config]:
+    """A configuration for each retriever but dense attention, which needs none."""
+    top_k = config.layers[DEFAULT].top_k or 1
+    return {name: config_for(config, name, top_k) for name in retrievers if name != DENSE}
+
+
 def measure_needles(
     model: LanguageModel,
     config: Config,
@@ -58,9 +65,9 @@ def measure_needles(
     progress: Progress = lambda *_: None,
 ) -> Iterator[Cell]:
     """The cells of the grid, all retrievers of a length and depth together; dense attention is always the first."""
-    names = [DENSE, *(name for name in retrievers if name != DENSE)]
-    top_k = config.layers[DEFAULT].top_k or 1
-    configs = {name: config_for(config, name, top_k) for name in names[1:]}
+    configs = configs_of(config, retrievers)
+    names = [DENSE, *configs]
+    refuse_beyond_context(config, model.context_length, max(lengths), ANSWER_TOKENS, "the longest prompt (--lengths)")
     done, total = 0, len(lengths) * len(depths) * tries
     for length in lengths:
         for depth in depths:
@@ -104,23 +111,50 @@ def _answer(model: LanguageModel, cache: object, config: Config, reference: Refe
     return model.decode(answer)
 
 
-def draw(cells: Sequence[Cell], path: Path) -> None:
-    """A heat map for each retriever, length by depth; ConfigError where the file cannot be written."""
+def results_of(cells: Sequence[Cell], manifest: Mapping[str, Any], title: str) -> Results:
+    """The grids as tables, heat maps and JSON."""
     names = list(dict.fromkeys(cell.retriever for cell in cells))
     lengths, depths = (sorted({getattr(cell, name) for cell in cells}) for name in ("length", "depth"))
-    canvas = make_canvas((1.5 + 3.2 * len(names), 3.4))
-    planes = canvas.figure.subplots(1, len(names), squeeze=False)[0]
-    for plane, name in zip(planes, names, strict=True):
-        share = {(cell.depth, cell.length): cell.found / cell.tries for cell in cells if cell.retriever == name}
-        grid = [[share[depth, length] for length in lengths] for depth in depths]
-        plane.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-        plane.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        plane.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths])
-        plane.set(title=name, xlabel="tokens", ylabel="depth")
-        for row, values in enumerate(grid):
-            for column, value in enumerate(values):
-                plane.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=8)
-    try:
-        canvas.figure.savefig(path)
-    except OSError as error:
-        raise ConfigError(f"--plot {path}: cannot be written: {error}") from error
+    at = {(cell.retriever, cell.depth, cell.length): cell for cell in cells}
+
+    def count(name: str) -> str:
+        own = [cell for cell in cells if cell.retriever == name]
+        return f"{sum(cell.found for cell in own)} of {sum(cell.tries for cell in own)}"
+
+    def grid(name: str) -> Table:
+        rows = [[at[name, depth, length] for length in lengths] for depth in depths]
+        shown = [[f"{cell.found} of {cell.tries}" for cell in row] for row in rows]
+        return Table(
+            name,
+            ("depth", *(f"{length:,} tokens" for length in lengths)),
+            [[f"{depth:g}", *row] for depth, row in zip(depths, shown, strict=True)],
+        )
+
+    return Results(
+        manifest,
+        {"rows": [cell.to_dict() for cell in cells]},
+        title,
+        f"Needles that are found, at {len(lengths)} lengths and {len(depths)} depths: "
+        f"{'; '.join(f'{name} {count(name)}' for name in names)}.",
+        [(count(name), f"{name}: found") for name in names],
+        [grid(name) for name in names],
+        [Chart(name, partial(_draw, name, [c for c in cells if c.retriever == name]), (4.4, 3.4)) for name in names],
+        ("needle", "depth"),
+    )
+
+
+def _draw(name: str, cells: Sequence[Cell], figure: Any) -> None:
+    """One retriever's heat map, length by depth."""
+    lengths, depths = (sorted({getattr(cell, name) for cell in cells}) for name in ("length", "depth"))
+    share = {(cell.depth, cell.length): cell.found / cell.tries for cell in cells}
+    grid = [[share[depth, length] for length in lengths] for depth in depths]
+    plane = figure.subplots()
+    plane.pcolormesh(grid, vmin=0, vmax=1, cmap="RdYlGn", edgecolors="white", linewidth=1)
+    plane.set_xticks([i + 0.5 for i in range(len(lengths))], [f"{length:,}" for length in lengths])
+    plane.set_yticks([i + 0.5 for i in range(len(depths))], [f"{depth:g}" for depth in depths])
+    plane.set(title=name, xlabel="tokens", ylabel="depth")
+    plane.invert_yaxis()
+    for row, values in enumerate(grid):
+        for column, value in enumerate(values):
+            shown = {"ha": "center", "va": "center", "fontsize": 8, "color": "#111111"}  # on a colour of its own
+            plane.text(column + 0.5, row + 0.5, f"{value:.0%}", **shown)

@@ -36,11 +36,13 @@ class Calibration:
     """moments      layer -> [H, D, D] float32, the mean of q q^T over tokens and the heads of a group
     fingerprint  of the model's weights, which the moments belong to
     about        how they were made: model, tokens, texts by sha256, versions, date
+    path         the file that it was read from, None before it is saved
     """
 
     moments: Mapping[int, Tensor]
     fingerprint: str
     about: Mapping[str, Any] = field(default_factory=dict)
+    path: Path | None = None
 
 
 _fingerprints: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
@@ -113,4 +115,4 @@ def load_calibration(path: Path, wanted: str) -> Calibration:
     if header.get("fingerprint") != wanted:
         raise ModelError(f"{path}: belongs to a model with other weights; {advice}")
     moments = {int(name.split(".")[1]): moment for name, moment in found.items()}
-    return Calibration(moments, wanted, json.loads(header.get("about", "{}")))
+    return Calibration(moments, wanted, json.loads(header.get("about", "{}")), path)

@@ -28,7 +28,7 @@ from pariskv.cache import RequestState, as_heads, window_of
 from pariskv.config import Config, load_config
 from pariskv.decode import attend_layer
 from pariskv.errors import ModelError
-from pariskv.integrations.calibration import find_calibration
+from pariskv.integrations.calibration import Calibration, find_calibration
 from pariskv.integrations.compiled import is_running, layer_step
 from pariskv.integrations.geometry import Geometry, refuse_missing_rotary, supported_layers
 from pariskv.integrations.rotary import rotary_of
@@ -83,7 +83,10 @@ class ParisCache(Cache):
             lambda: _activations(model),
             {} if known is None else known,
         )
-        self.request = RequestState(pipelines, config.window, rotary, self.planner.history, _moments(model, pipelines))
+        calibration = _calibration(model, pipelines)
+        self.calibration = None if calibration is None else str(calibration.path)
+        moments = {index: one.to(model.device) for index, one in calibration.moments.items()} if calibration else {}
+        self.request = RequestState(pipelines, config.window, rotary, self.planner.history, moments)
         super().__init__(
             layers=[
                 ParisLayer(index, self.request, geometry)
@@ -168,12 +171,11 @@ class DenseCache(DynamicCache):
         return _held_bytes(self)
 
 
-def _moments(model: PreTrainedModel, pipelines: Mapping[int, LayerPipeline]) -> dict[int, Tensor]:
-    """The query moments of the model's calibration, where a format wants them and one is kept."""
+def _calibration(model: PreTrainedModel, pipelines: Mapping[int, LayerPipeline]) -> Calibration | None:
+    """The model's calibration, where a format wants its query moments and one is kept."""
     if not any("model_moment" in encoder.needs for pipeline in pipelines.values() for encoder in pipeline.encoders):
-        return {}
-    found = find_calibration(model)
-    return {} if found is None else {index: moment.to(model.device) for index, moment in found.moments.items()}
+        return None
+    return find_calibration(model)
 
 
 def _activations(model: PreTrainedModel) -> Forward | None:

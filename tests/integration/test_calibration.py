@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from tiny_models import language_model, prompt, tiny_model
 
 from pariskv import ParisCache, parse_config
+from pariskv.cli import main
 from pariskv.decode import Batch
 from pariskv.errors import ModelError
 from pariskv.integrations.calibrate import calibrate, ensure_calibrated
@@ -22,6 +24,8 @@ from pariskv.integrations.calibration import (
     load_calibration,
     save_calibration,
 )
+
+SMALL = "window: {sink: 4, local: 8, update_interval: 8, dense_below: 0}\nlayers: {default: {top_k: 16}}\n"
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +95,50 @@ def test_the_retriever_encodes_by_it(precondition: str) -> None:
     without = frame()
     ensure_calibrated(readable(model))
     assert torch.equal(frame(), without) == (precondition == "prompt")
+
+
+def test_a_cache_says_which_calibration_it_uses_and_none_where_nobody_asks() -> None:
+    model = tiny_model("llama")
+
+    def used(retriever: str, **options: str) -> str | None:
+        retrievers = {"it": {"type": retriever, **options}}
+        config = parse_config({"retrievers": retrievers, "layers": {"default": {"retriever": "it"}}})
+        return ParisCache(model, config).calibration
+
+    assert used("pariskv") is None
+    path = ensure_calibrated(readable(model))
+    assert used("pariskv") == str(path)
+    assert used("pariskv", precondition="prompt") is None
+    assert used("exact") is None
+
+
+def test_the_commands_say_which_calibration_was_used(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, text = tmp_path / "one.yaml", tmp_path / "text.txt"
+    config.write_text(f"model: {{name: {folder}}}\n{SMALL}")
+    text.write_text(" ".join(f"w{1 + i % 39}" for i in range(200)))
+
+    def found(*arguments: str) -> Any:
+        with pytest.raises(SystemExit) as stopped:
+            main([str(argument) for argument in arguments])
+        assert stopped.value.code == 0
+        return json.loads(capsys.readouterr().out)
+
+    eval_ = ["eval", "fidelity", config, "--text-file", text, "--tokens", "150", "--steps", "2", "--json"]
+    compare = ["compare", config, "--prompt-file", text, "--steps", "2", "--json", "--retrievers"]
+    run = ["run", config, "--prompt-file", text, "--max-new-tokens", "2", "--json"]
+    assert found(*eval_)["manifest"]["calibration"] is None
+    assert found(*run)["calibration"] is None
+    with pytest.raises(SystemExit):
+        main(["calibrate", str(config), "--text-file", str(text)])
+    (path,) = (tmp_path / "cache").rglob("*.safetensors")
+    assert capsys.readouterr().out.strip().endswith(str(path))
+    assert found(*eval_)["manifest"]["calibration"] == str(path)
+    assert found(*eval_, "--preset", "pariskv-paper")["manifest"]["calibration"] is None
+    assert found(*compare, "exact,pariskv")["manifest"]["calibration"] == str(path)
+    assert found(*compare, "exact")["manifest"]["calibration"] is None
+    assert found(*run)["calibration"] == str(path)
 
 
 def kept(tmp_path: Path) -> tuple[Path, Calibration]:

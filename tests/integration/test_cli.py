@@ -32,6 +32,7 @@ FIELDS = {
     "decode_tokens_per_s",
     "answer_found",
     "prefill_history",
+    "calibration",
 }
 ROOT = Path(__file__).parents[2]
 WORDS = " ".join(f"w{1 + i % 39}" for i in range(150))

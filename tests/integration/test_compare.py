@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from fakes import importable, plugin
+from pages import read_page
 from tiny_models import FAMILIES, SIZES, dense_generate, tiny_model
 from torch import Tensor
 
 from pariskv import ParisCache, cli, parse_config, replay
 from pariskv.cli import main
 from pariskv.compare import FIELDS, Comparison, Row, Settings, combine_of, config_for
-from pariskv.compare_output import Results
+from pariskv.compare_output import results_of
 from pariskv.decode import Batch, decode_step, prefill
 from pariskv.errors import CapacityError, ConfigError, PluginContractError
 from pariskv.hookspecs import Register, Retriever, hookimpl
@@ -263,11 +264,10 @@ def test_what_nobody_can_know_is_null(model: LanguageModel) -> None:
     assert row.output_error > 0.1
     assert row.host_bytes_per_step == 0
     assert row.combine == "undeclared"
-    results = Results()
-    results.add(K, row)
-    assert json.loads(json.dumps(results.to_json()))[0]["mass_ratio"] is None
-    (table,) = results.tables()
-    assert list(table.columns[4].cells) == ["-"]
+    results = results_of([(K, row)], {}, "one")
+    assert json.loads(results.to_json())["rows"][0]["mass_ratio"] is None
+    (table,) = results.tables
+    assert list(table.as_rich().columns[4].cells) == ["-"]
 
 
 def test_a_sample_that_is_taken_on_the_cpu_is_watched_where_it_can_be_seen(model: LanguageModel) -> None:
@@ -373,7 +373,7 @@ def test_under_the_sparse_protocol_the_last_line_is_decoded(model: LanguageModel
         ({"text": "w1 w2 w3"}, ConfigError, r"has 3 tokens, all of which .* give it 20 at least"),
         ({"text": WORDS, "protocol": "sparse"}, ConfigError, "has one line only"),
         ({"text": "\n" + WORDS, "protocol": "sparse"}, ConfigError, "has one line only"),
-        ({"steps": 9000}, CapacityError, r"has 120 tokens and --steps is 9000, but the model's context is 8192"),
+        ({"steps": 9000}, CapacityError, r"has 120 tokens and 9000 are decoded after it, but the .* context is 8192"),
         ({"steps": 0}, ConfigError, "--steps: got 0"),
         ({"protocol": "half"}, ConfigError, "--question: got 'half', wanted one of dense, sparse"),
     ],
@@ -446,6 +446,7 @@ def test_json_is_a_manifest_and_the_rows(config: Path, capsys: pytest.CaptureFix
     captured = capsys.readouterr()
     found = json.loads(captured.out)
     assert set(found) == {"manifest", "rows"}
+    assert found["manifest"]["calibration"] is None
     assert [list(row) for row in found["rows"]] == [KEYS] * 3
     rows = {row["retriever"]: row for row in found["rows"]}
     assert list(rows) == ["pariskv", "exact", "dense"]
@@ -471,9 +472,10 @@ def test_the_table_has_a_line_for_each_retriever(
     assert re.search(r"│ dense .* 1\.000 .* none", shown)
 
 
-def test_a_plot_draws_every_budget(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "quality.svg"
-    assert pariskv("compare", config, "--retrievers", "pariskv,exact", "--steps", "2", "--json", "--plot", picture) == 0
+def test_a_plot_and_a_page_draw_every_budget(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, report = tmp_path / "quality.svg", tmp_path / "quality.html"
+    files = ["--plot", picture, "--report", report]
+    assert pariskv("compare", config, "--retrievers", "pariskv,exact", "--steps", "2", "--json", *files) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["retriever"] for row in rows] == ["pariskv", "exact"] * 4
     attended = [row["attended_tokens_per_step"] for row in rows if row["retriever"] == "exact"]
@@ -481,6 +483,11 @@ def test_a_plot_draws_every_budget(config: Path, tmp_path: Path, capsys: pytest.
     text = picture.read_text()
     assert text.startswith("<?xml")
     assert len(re.findall(r'id="axes_\d+"', text)) == 3
+    page = read_page(report.read_text())
+    assert page.tags.count("svg") == 3
+    assert page.tags.count("table") == 4
+    assert all(f"{row['mass_ratio']:.3f}" in page.texts for row in rows)
+    assert {"#mass_ratio", "#recall", "#kl"} <= set(page.links)
 
 
 def test_an_interruption_keeps_the_rows_that_there_are(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pages import read_page
+from pariskv_plugins.paris import framed
+from pariskv_plugins.paris.frame import learn_frame
 from tiny_models import language_model, prompt, tiny_model
 
 from pariskv import parse_config, texts
@@ -17,6 +21,7 @@ from pariskv.config import Config
 from pariskv.decode import Batch
 from pariskv.errors import CapacityError, ConfigError
 from pariskv.evaluation.fidelity import SUMMARY, measure_fidelity
+from pariskv.types import LayerInfo, Prefill, Tensors
 
 
 def config_of(retriever: str, **layer: Any) -> Config:
@@ -67,13 +72,30 @@ def test_the_summary_is_the_mean_of_the_texts() -> None:
         assert value == pytest.approx(sum(both) / 2), name  # type: ignore[arg-type]
 
 
+def test_a_prompt_is_read_and_fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted: list[int] = []
+
+    def counted(layer: LayerInfo, prefill: Prefill, *arguments: Any) -> Tensors:
+        if prefill.lengths[0] > 100:  # less is a warm-up
+            fitted.append(layer.index)
+        return learn_frame(layer, prefill, *arguments)
+
+    monkeypatch.setattr(framed, "learn_frame", counted)
+    model, read = readable(), []
+    model.model.model.embed_tokens.register_forward_hook(lambda _, given, __: read.append(given[0].shape[1]))
+    measure_fidelity(model, config_of("pariskv", top_k=8), {"one": "a" * 200, "two": "b" * 190}, 150, 8)
+    assert fitted == [0, 1, 2] * 2
+    assert read.count(150) == 2
+    assert read.count(1) == len(read) - 2 == 2 * 2 * 8  # dense steps, and those of the retriever
+
+
 def test_texts_and_lengths_that_cannot_be_are_refused() -> None:
     config = config_of("pariskv", top_k=8)
     with pytest.raises(ConfigError, match=r"text 'one' has 100 tokens, wanted 162 \(--tokens and --steps together\)"):
         measure_fidelity(readable(), config, {"one": "a" * 100}, 150, 12)
-    with pytest.raises(ConfigError, match="--tokens: got 15, all of which are attended to in any case; give 20"):
+    with pytest.raises(ConfigError, match=r"\(--tokens\) has 15 tokens, all of which .* attend to; give it 20"):
         measure_fidelity(readable(), config, {"one": "a" * 100}, 15, 12)
-    with pytest.raises(CapacityError, match="--tokens and --steps are 80 and 12, but the model's context is 90"):
+    with pytest.raises(CapacityError, match=r"has 80 tokens and 12 are decoded .* context is 90; give it 78"):
         measure_fidelity(readable(90), config, {"one": "a" * 100}, 80, 12)
 
 
@@ -91,9 +113,37 @@ def test_a_text_file_that_is_not_there_or_empty_is_refused(tmp_path: Path) -> No
         texts.read_text(tmp_path / "empty.txt")
 
 
+def test_the_command_writes_json_a_page_and_a_picture(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, text, report, plot = (tmp_path / name for name in ("one.yaml", "<b>.txt", "one.html", "one.svg"))
+    config.write_text(f"model: {{name: {folder}}}\nwindow: {{sink: 4, local: 8, update_interval: 8, dense_below: 0}}\n")
+    text.write_text(" ".join(f"w{1 + i % 39}" for i in range(200)))
+    sizes = ["--tokens", "150", "--steps", "3", "--top-k", "16"]
+    files = ["--text-file", str(text), "--report", str(report), "--plot", str(plot)]
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", "fidelity", str(config), *sizes, *files, "--json"])
+    assert stopped.value.code == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"manifest", "layers", "summary"}
+    assert len(found["manifest"]["measured"]["kl_by_step"]) == 3
+    assert sum(found["manifest"]["measured"]["kl_by_step"]) / 3 == pytest.approx(found["summary"]["kl"])
+    page = read_page(report.read_text())
+    shown = " ".join(page.texts)
+    for name, value in found["summary"].items():
+        assert f"{value:.4f}" in shown, name
+    for layer in found["layers"]:
+        assert f"{layer['mass_ratio']:.4f}" in shown
+    assert page.tags.count("svg") == 2
+    assert str(text) in shown
+    assert "--tokens 150 --steps 3 --top-k 16" in shown
+    assert len(re.findall(r'id="axes_\d+"', plot.read_text())) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--report", "page.pdf"], "--report page.pdf: wanted a file that ends in .html"),
         (["--preset", "pariskw"], "did you mean 'pariskv"),
         (["--text-file", "none.txt"], "none.txt: cannot be read as a text file"),
         (["--candidates", "2.5"], "layers.default.candidates: got 2.5"),

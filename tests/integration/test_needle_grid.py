@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
+from tiny_models import language_model, tiny_model
 
+from pariskv import parse_config
 from pariskv.cli import main
-from pariskv.evaluation.needle import Cell, draw
+from pariskv.errors import CapacityError
+from pariskv.evaluation.charts import write_charts
+from pariskv.evaluation.needle import Cell, measure_needles, results_of
 from pariskv.integrations.models import DEFAULT_MODEL, local_path, resolve_model
+from pariskv.registry import Registry
 
 CONFIG = """
 layers: {default: {retriever: pariskv, top_k: 128}}
@@ -58,11 +65,21 @@ def test_a_depth_outside_of_the_text_is_refused(
 
 def test_the_heat_maps_show_every_cell(tmp_path: Path) -> None:
     cells = [
-        Cell(name, length, depth, length == 1000, 1)
+        Cell(name, length, depth, int(length == 1000), 1)
         for length in (1000, 2000)
         for depth in (0.0, 1.0)
         for name in ("dense", "pariskv")
     ]
     path = tmp_path / "grid.svg"
-    draw(cells, path)
-    assert path.stat().st_size > 5000
+    results = results_of(cells, {}, "Needles")
+    write_charts(results.charts, path)
+    assert len(re.findall(r'id="axes_\d+"', path.read_text())) == 2
+    assert [table.rows for table in results.tables] == [[["0", "1 of 1", "0 of 1"], ["1", "1 of 1", "0 of 1"]]] * 2
+    assert "dense 2 of 4; pariskv 2 of 4" in results.headline
+
+
+def test_prompts_beyond_the_models_context_are_refused() -> None:
+    model = language_model(tiny_model("llama", torch.float32))
+    model.context_length = 4000
+    with pytest.raises(CapacityError, match=r"\(--lengths\) has 4000 tokens and 16 are decoded .* give it 3984"):
+        list(measure_needles(model, parse_config({}), ["pariskv"], [1000, 4000], [0.5], 1, Registry.load()))
