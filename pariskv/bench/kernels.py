@@ -1,4 +1,4 @@
-"""`pariskv bench kernels`: the kernels of `pariskv` and `pariskv-paper`, each alone; `fetch.py` has the stage that fetches.
+"""`pariskv bench kernels`: the kernels of `pariskv` and `pariskv-paper`, each alone; the fetch is in `fetch.py`.
 
 Each kernel is given one layer after the other, so many that the sign codes alone exceed the L2. What it
 reads of the kernel before it (votes, candidates, scores) may still be there, as in a step.
