@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import read_page
+from html_page import read_page
 
 from pariskv import parse_config
 from pariskv.errors import ConfigError

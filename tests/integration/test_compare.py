@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import importable, plugin
-from pages import read_page
+from html_page import read_page
 from tiny_models import FAMILIES, SIZES, dense_generate, tiny_model
 from torch import Tensor
 

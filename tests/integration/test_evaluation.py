@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pages import read_page
+from html_page import read_page
 from pariskv_plugins.paris import framed
 from pariskv_plugins.paris.frame import learn_frame
 from tiny_models import language_model, prompt, tiny_model
