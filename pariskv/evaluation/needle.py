@@ -149,7 +149,8 @@ def _draw(name: str, cells: Sequence[Cell], figure: Any) -> None:
     share = {(cell.depth, cell.length): cell.found / cell.tries for cell in cells}
     grid = [[share[depth, length] for length in lengths] for depth in depths]
     plane = figure.subplots()
-    plane.pcolormesh(grid, vmin=0, vmax=1, cmap="RdYlGn", edgecolors="white", linewidth=1)
+    # Half of the colours: the darkest ones would hide the numbers.
+    plane.pcolormesh(grid, vmin=-0.5, vmax=1.5, cmap="RdYlGn", edgecolors="white", linewidth=1)
     plane.set_xticks([i + 0.5 for i in range(len(lengths))], [f"{length:,}" for length in lengths])
     plane.set_yticks([i + 0.5 for i in range(len(depths))], [f"{depth:g}" for depth in depths])
     plane.set(title=name, xlabel="tokens", ylabel="depth")
