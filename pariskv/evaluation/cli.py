@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -14,6 +14,8 @@ from pariskv.errors import ConfigError
 
 if TYPE_CHECKING:
     from pariskv.integrations.language_model import LanguageModel
+
+T = TypeVar("T")
 
 eval_app = typer.Typer(help="Measure how much of dense attention a configuration finds.")
 
@@ -88,6 +90,7 @@ def drift(
         int | None, typer.Option(min=10, help="tokens that are decoded; 100,000 with --synthetic, else 3,500")
     ] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="tokens of the prompt; 8,192 or 4,000")] = None,
+    layers: Annotated[str | None, typer.Option(help="layers of the model that are followed, with commas")] = None,
     positions: Annotated[int, typer.Option(min=2, help="at how many positions recall is looked at")] = 20,
     plot: Annotated[Path | None, typer.Option(help="draw recall against the position")] = None,
     report: Report = None,
@@ -112,6 +115,7 @@ def drift(
             traces: Any = {0: (made.info(), made.trace())}
         else:
             traces, moments, used = _model_traces(settings, names, tokens or 4000, steps or 3500)
+            traces = only_layers(traces, layers)
         points = list(measure_drift(settings, names, traces, positions, QUERIES, registry, moments, progress))
     manifest = manifest_of("eval drift", context.params, settings, used)
     title = f"Drift: {'made-up keys that turn' if synthetic else f'{settings.model.name} from prose to source code'}"
@@ -181,6 +185,16 @@ def _depth(text: str) -> float:
 
 QUERIES = 16
 """Queries that are asked at each position."""
+
+
+def only_layers(traces: dict[int, T], layers: str | None) -> dict[int, T]:
+    """What belongs to the layers that are listed, all of it without a list; ConfigError for others."""
+    from pariskv.bench.units import one_of, parse_list
+
+    if layers is None:
+        return traces
+    wanted = parse_list(layers, one_of(tuple(map(str, traces))), "--layers")
+    return {int(index): traces[int(index)] for index in wanted}
 
 
 def _model_traces(settings: Config, names: Sequence[str], tokens: int, steps: int) -> tuple[Any, Any, str | None]:

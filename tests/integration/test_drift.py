@@ -14,6 +14,8 @@ from tiny_models import language_model, prompt, tiny_model
 from pariskv import parse_config
 from pariskv.cli import main
 from pariskv.decode import Batch
+from pariskv.errors import ConfigError
+from pariskv.evaluation.cli import only_layers
 from pariskv.evaluation.drift import Point, Synthetic, measure_drift, model_traces, summarise, to_json
 from pariskv.registry import Registry
 
@@ -111,3 +113,11 @@ def test_the_command_prints_rows_and_summary_and_draws(tmp_path: Path, capsys: p
     with pytest.raises(SystemExit) as stopped:
         main(["eval", "drift", str(file), "--retrievers", "pariskw", "--synthetic"])
     assert stopped.value.code == 2
+
+
+def test_layers_that_are_listed_are_followed_and_others_refused() -> None:
+    traces = {1: "one", 4: "four", 7: "seven"}
+    assert only_layers(traces, None) == traces
+    assert only_layers(traces, "7, 1") == {7: "seven", 1: "one"}
+    with pytest.raises(ConfigError, match="--layers: got '2', wanted one of 1, 4, 7"):
+        only_layers(traces, "1,2")
