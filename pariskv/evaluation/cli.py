@@ -189,7 +189,7 @@ QUERIES = 16
 
 def only_layers(traces: dict[int, T], layers: str | None) -> dict[int, T]:
     """What belongs to the layers that are listed, all of it without a list; ConfigError for others."""
-    from pariskv.bench.units import one_of, parse_list
+    from pariskv.units import one_of, parse_list
 
     if layers is None:
         return traces
