@@ -108,6 +108,8 @@ def drift(
     names = parse_list(retrievers, str, "--retrievers")
     check_names(settings, names, registry)
     check_files(plot, report)
+    if synthetic and layers is not None:
+        raise ConfigError(f"--layers: got {layers!r}, but --synthetic has no model; leave out one of the two")
     moments, used = None, None
     with described_progress() as progress:
         if synthetic:

@@ -14,9 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
 
 from pariskv.attention import dense_attention
+from pariskv.integrations.compiled import ThroughLayer
 from pariskv.integrations.hub import one_line
 from pariskv.integrations.transformers import paris_mask, use_attention
 from pariskv.meter import Meter, tensor_bytes
@@ -159,16 +160,11 @@ class _TracedCache(Cache):
         )
 
 
-class _TracedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers has no types here
-    is_sliding = False
-
+class _TracedLayer(ThroughLayer):  # type: ignore[no-untyped-call]  # transformers has no types here
     def __init__(self, cache: _TracedCache):
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.cache = cache
         self.held: tuple[Tensor, Tensor] | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.cache.chunked:
@@ -180,15 +176,6 @@ class _TracedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transfo
         self.held = kept
         self.cache.kept += kept[0].nbytes + kept[1].nbytes
         return kept
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 def activations_of(model: PreTrainedModel) -> Activations | None:

@@ -54,10 +54,12 @@ class StepCache(Cache):
     """What the traced model takes for its cache: holds nothing."""
 
     def __init__(self, num_layers: int):
-        super().__init__(layers=[_Through() for _ in range(num_layers)])
+        super().__init__(layers=[ThroughLayer() for _ in range(num_layers)])
 
 
-class _Through(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers has no types here
+class ThroughLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers has no types here
+    """Holds nothing: the tokens that a model gives it are all that there are."""
+
     is_sliding = False
 
     def __init__(self) -> None:

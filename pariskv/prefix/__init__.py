@@ -23,7 +23,6 @@ from torch import Tensor
 from pariskv.config import Config, GenerationConfig, RuntimeConfig, to_dict
 from pariskv.decode import Batch, decode
 from pariskv.errors import PrefixError
-from pariskv.memory import refuse_if_too_large
 from pariskv.prefix.file import TOKENS, VERSION, PrefixFile, write_file
 from pariskv.prefix.header import hash_tokens, refuse_mismatch
 from pariskv.prefix.parts import Part, tensor_part
@@ -230,8 +229,7 @@ def _checked_cache(model: LanguageModel, config: Config, batch: Batch) -> ParisC
     cache = model.new_cache(config)
     if config.runtime.check_memory:
         rows, columns = batch.tokens.shape
-        need = cache.estimate(rows, columns, config.generation.max_new_tokens)
-        refuse_if_too_large(need, model.device, config.prefill.history)
+        cache.planner.refuse(rows, columns, config.generation.max_new_tokens)
     return cache
 
 

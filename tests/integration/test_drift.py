@@ -113,6 +113,11 @@ def test_the_command_prints_rows_and_summary_and_draws(tmp_path: Path, capsys: p
     with pytest.raises(SystemExit) as stopped:
         main(["eval", "drift", str(file), "--retrievers", "pariskw", "--synthetic"])
     assert stopped.value.code == 2
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", "drift", str(file), "--retrievers", "pariskv", "--synthetic", "--layers", "1"])
+    assert stopped.value.code == 2
+    assert "--layers: got '1', but --synthetic has no model" in capsys.readouterr().err
 
 
 def test_layers_that_are_listed_are_followed_and_others_refused() -> None:

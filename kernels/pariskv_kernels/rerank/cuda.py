@@ -46,9 +46,7 @@ def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Te
 def estimate_scores_by_head(
     rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor, threads: int = 256
 ) -> Tensor:
-    constants: dict[str, int] = {"SUMMED": False, "CAPPED": False}
-    unread = rotated.new_empty(rotated.shape[:3])
-    return _by_head(constants, rotated, codes, weights, indices, unread, 1.0, None, threads)[0]
+    return estimate_and_sum(rotated, codes, weights, indices, None, threads=threads)[0]
 
 
 def estimate_and_sum(
@@ -56,39 +54,25 @@ def estimate_and_sum(
     codes: Tensor,
     weights: Tensor,
     indices: Tensor,
-    offset: Tensor,
-    scaling: float,
-    softcap: float | None,
+    offset: Tensor | None,
+    scaling: float = 1.0,
+    softcap: float | None = None,
     threads: int = 256,
 ) -> tuple[Tensor, Tensor]:
     """The estimates, and of each head's scores, scaling x (estimate + offset), soft-capped, what `combine` goes by.
 
+    offset   None: nothing is added up, and the sums hold anything
     returns  [B, H, G, C] and [B, H, G, parts, 2], the highest score of a part and the sum of exp(score - highest)
     """
-    constants: dict[str, int] = {"SUMMED": True, "CAPPED": softcap is not None}
-    return _by_head(constants, rotated, codes, weights, indices, offset, scaling, softcap, threads)
-
-
-def _by_head(
-    constants: dict[str, int],
-    rotated: Tensor,
-    codes: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    offset: Tensor,
-    scaling: float,
-    softcap: float | None,
-    threads: int,
-) -> tuple[Tensor, Tensor]:
     batch, heads, group, padded = rotated.shape
     scores = torch.empty(batch, heads, group, indices.shape[2], dtype=torch.float32, device=rotated.device)
     pairs = (group + 1) // 2
-    table = 2 * pairs * padded + 16 + WARPS
-    prepared = _prepare(table, rotated, codes, weights, indices, threads)
+    prepared = _prepare(2 * pairs * padded + 16 + WARPS, rotated, codes, weights, indices, threads)
     sums = torch.empty(batch, heads, group, prepared.blocks, 2, dtype=torch.float32, device=rotated.device)
-    kernel = estimate_group(**constants, GROUP=group, PAIRS=pairs, **prepared.constants)
+    constants = {"SUMMED": offset is not None, "CAPPED": softcap is not None, "GROUP": group, "PAIRS": pairs}
+    kernel = estimate_group(**constants, **prepared.constants)
     numbers = np.float32(scaling), np.float32(softcap or 0)
-    prepared.launch(kernel, scores, offset, sums, *numbers)
+    prepared.launch(kernel, scores, sums[..., 0, 0] if offset is None else offset, sums, *numbers)
     return scores, sums
 
 
