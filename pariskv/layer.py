@@ -1,19 +1,19 @@
-"""The state of one attention layer of a request: its rows on the device, its store, its codes.
+"""The state of one attention layer of a request: its rows on the device, and its zone.
 
 What changes per token lives here. A layer is either reading a prompt (`prompt` is set) or decoding
 (`device` is set); `append` is the way in for both, `settle` moves what is due into the zone.
+Between steps rows go back (`crop`) or become another request's (`take_row`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from pariskv.binding import Encoder, LayerPipeline
-from pariskv.errors import CapacityError, ModelError, ShapeError
+from pariskv.binding import LayerPipeline
+from pariskv.errors import CapacityError, ModelError
 from pariskv.history import StreamedPrompt
 from pariskv.hookspecs import Need
 from pariskv.prompt import BufferedPrompt, History, Pair, Prompt, PromptView, QueryStatistics
@@ -21,12 +21,13 @@ from pariskv.request import HEADROOM, Request
 from pariskv.types import Budget, Codes, LayerInfo, Store, Tensors
 from pariskv.window import Window
 from pariskv.working import DeviceRows
+from pariskv.zone import Zone
 
 
 class LayerState:
     """Everything that one layer of one request holds.
 
-    lengths, zones  host integers, a row each: its tokens, and how many of them are in the zone
+    lengths  host integers, the tokens of each row; `zones`: how many of them are in the zone
     """
 
     def __init__(self, info: LayerInfo, pipeline: LayerPipeline, window: Window, request: Request):
@@ -35,13 +36,10 @@ class LayerState:
         self.window = window.without_zone() if pipeline.indexes == "none" else window
         self.request = request
         self.lengths = [0] * info.batch
-        self.zones = [0] * info.batch
+        self.zone = Zone(info, pipeline, self.window.update)
         self.active_rows = [True] * info.batch
         self.columns = 0  # of the model: real tokens and padding
         self._in_step = self._is_counted = False
-        self.zone_length = torch.zeros(info.batch, dtype=torch.int32, device=info.device)
-        self.budget = Budget(0, torch.zeros_like(self.zone_length))
-        self.refits = 0  # rows that a format was fitted to again
         self.steps = 0
         self.steady = 0  # sink and ring tokens attended to, summed over steps and rows
         # How often each slot held a selected row; see `count_selected`. Nobody sums it before `attended` is asked for.
@@ -51,13 +49,34 @@ class LayerState:
         self.prompt: Prompt | None = None
         self.prefill_history: History = "buffer"  # how the last prompt was read
         self.device: DeviceRows | None = None
-        self.store: Store | None = None
-        self.codes: dict[str, Codes] = {}
-        self.states: dict[str, dict[str, Tensor]] = {}
-        # Of each format, the rows that it has been fitted to, and how many tokens their zones had then.
-        self._fitted: dict[str, dict[int, int]] = {encoder.name: {} for encoder in pipeline.encoders}
-        self._queries: QueryStatistics | None = None
-        self._no_codes = Codes({}, {}, self.zone_length, 0)
+        self.queries: QueryStatistics | None = None
+
+    # The zone, as stages and reports read it
+
+    @property
+    def zones(self) -> list[int]:
+        """Tokens of each row's zone."""
+        return self.zone.lengths
+
+    @property
+    def store(self) -> Store | None:
+        return self.zone.store
+
+    @property
+    def budget(self) -> Budget:
+        return self.zone.budget
+
+    @property
+    def codes(self) -> dict[str, Codes]:
+        return self.zone.codes
+
+    def codes_of(self, name: str | None) -> Codes:
+        """The codes of a producer; of none, codes that hold nothing but the lengths."""
+        return self.zone.codes_of(name)
+
+    def state_of(self, name: str) -> Tensors:
+        """What a format learnt from the prompt; empty where it learns nothing."""
+        return self.zone.state_of(name)
 
     # The way in
 
@@ -109,11 +128,12 @@ class LayerState:
         self.settle()
 
     def set_active(self, active_rows: list[bool]) -> None:
-        """Say which rows still generate; the others keep their length. Between steps only."""
+        """Say which rows still generate; the others keep their length and retrieve nothing. Between steps only."""
         if active_rows != self.active_rows:
             assert self.device is not None
             self.active_rows = list(active_rows)
             self.device.active.copy_(torch.tensor(active_rows))
+            self.zone.publish(active_rows)
 
     # Reading a prompt
 
@@ -172,8 +192,8 @@ class LayerState:
         assert self.prompt is not None
         self.lengths = self.prompt.lengths
         if self.pipeline.wants_queries:
-            self._queries = self._queries or QueryStatistics(self.info, self.window)
-            self._queries.add(query, self.lengths)
+            self.queries = self.queries or QueryStatistics(self.info, self.window)
+            self.queries.add(query, self.lengths)
         self.settle()
         self.prompt.leave(self.zones, self.store)
 
@@ -191,7 +211,7 @@ class LayerState:
         """Leave the prompt: fit and encode what waited for it, sink and ring to the device."""
         prompt = self.prompt
         assert prompt is not None
-        self._fit_and_encode()
+        self.zone.fit(self._view)
         ring = max(self._ring_capacity(tokens, tokens + self.request.new_tokens) for tokens in self.lengths)
         self.device = DeviceRows(self.info, self.window, ring, self.pipeline.slots(self.info.group))
         for row, (tokens, zone) in enumerate(zip(self.lengths, self.zones, strict=True)):
@@ -201,7 +221,7 @@ class LayerState:
                 self.device.place(row, start, torch.stack((keys, values), dim=2))
         self.prompt = None
         self.active_rows = [True] * self.info.batch
-        self._publish_zones()
+        self._publish()
 
     def _ring_capacity(self, tokens: int, final_tokens: int) -> int:
         if self.pipeline.indexes == "prompt":
@@ -220,8 +240,8 @@ class LayerState:
         for more, rows in due.items():
             self._move(rows, more)
         if due and self.device is not None:
-            self._fit_and_encode()
-            self._publish_zones()
+            self.zone.fit(self._view)
+            self._publish()
         self._keep_a_free_slot()
 
     def _zone(self, row: int, tokens: int) -> int:
@@ -232,70 +252,23 @@ class LayerState:
     def _move(self, rows: list[int], tokens: int) -> None:
         """The oldest `tokens` tokens outside the zone of each of the rows: encode them, append them."""
         starts = [self.zones[row] for row in rows]
-        self._reserve(max(starts) + tokens)
+        self.zone.reserve(max(starts) + tokens, self.planned_zone)
         pairs = [self._read(row, self.window.sink + start, tokens) for row, start in zip(rows, starts, strict=True)]
         keys = _as_batch([keys for keys, _ in pairs])
-        values = _as_batch([values for _, values in pairs])
-        for encoder in self.pipeline.encoders:
-            fitted = self._fitted[encoder.name]
-            ready = [i for i, row in enumerate(rows) if encoder.fit is None or row in fitted]
-            if len(ready) == len(rows):
-                self._encode(encoder, rows, starts, keys, values)
-            elif ready:
-                self._encode(encoder, [rows[i] for i in ready], [starts[i] for i in ready], keys[ready], values[ready])
-        assert self.store is not None
-        assert self.pipeline.update is not None
-        self.pipeline.update(keys, values, self.store, rows)
-        for row in rows:
-            self.zones[row] += tokens
+        self.zone.append(rows, keys, _as_batch([values for _, values in pairs]))
         if self.decoding:
-            for encoder in self.pipeline.encoders:
-                self._forget_stale(encoder, rows, keys)
+            self.zone.forget_stale(rows, keys)
 
-    def _read(self, row: int, start: int, tokens: int) -> tuple[Tensor, Tensor]:
+    @property
+    def planned_zone(self) -> int:
+        """Tokens that a row's zone will have in the end, as far as anybody knows."""
+        return self.window.zone(self.request.prompt_tokens + self.request.new_tokens)
+
+    def _read(self, row: int, start: int, tokens: int) -> Pair:
         if self.prompt is not None:
             return self.prompt.read(row, start, start + tokens)
         assert self.device is not None
         return _split(self.device.read(row, start, start + tokens))
-
-    def _encode(self, encoder: Encoder, rows: list[int], starts: list[int], keys: Tensor, values: Tensor) -> None:
-        state = {name: tensor[rows] for name, tensor in self.states.get(encoder.name, {}).items()}
-        block = encoder.encode(keys, values, state)
-        try:
-            self.codes[encoder.name].append(rows, starts, block, keys.shape[2])
-        except ShapeError as error:
-            error.add_note(f"what encode of retriever {encoder.name!r} returned, layer {self.info.index}")
-            raise
-
-    def _forget_stale(self, encoder: Encoder, rows: list[int], keys: Tensor) -> None:
-        """Take those rows as not fitted whose state no longer suits the keys [R, H, n, D] that have just moved."""
-        fitted = self._fitted[encoder.name]
-        moved = [i for i, row in enumerate(rows) if row in fitted]
-        if encoder.is_stale is None or not moved:
-            return
-        asked = [rows[i] for i in moved]
-        state = {name: tensor[asked] for name, tensor in self.states[encoder.name].items()}
-        since = [self.zones[row] - fitted[row] for row in asked]
-        stale = encoder.is_stale(keys if len(moved) == len(rows) else keys[moved], state, since)
-        for row, is_stale in zip(asked, stale, strict=True):
-            if is_stale:
-                del fitted[row]
-                self.codes[encoder.name].forget_sums(row)
-                self.refits += 1
-
-    def _fit_and_encode(self) -> None:
-        """Fit the formats that learn from the zone to the rows that are new to them, and encode these rows."""
-        for encoder in self.pipeline.encoders:
-            fitted = self._fitted[encoder.name]
-            rows = [row for row, zone in enumerate(self.zones) if zone and row not in fitted]
-            if encoder.fit is None or not rows:
-                continue
-            assert self.store is not None
-            view = self._view(encoder.needs, rows)
-            self._keep_state(encoder.name, encoder.fit(self.info, view), rows)
-            fitted.update((row, self.zones[row]) for row in rows)
-            for row in rows:
-                self._encode_from_store(encoder, row, view)
 
     def _view(self, needs: frozenset[Need], rows: list[int]) -> PromptView:
         """The zones of the rows as `fit` sees them."""
@@ -315,46 +288,74 @@ class LayerState:
 
         request = self.request
         moment = request.moments.get(self.info.index)
-        return PromptView(self.info, window, store, needs, rows, read, dense, self._queries, request.rotary, moment)
+        return PromptView(self.info, window, store, needs, rows, read, dense, self.queries, request.rotary, moment)
 
-    def _keep_state(self, name: str, new: Tensors, rows: list[int]) -> None:
-        """Only the given rows are taken over, in place: a captured step reads them where they are."""
-        state = self.states.setdefault(name, {key: torch.zeros_like(tensor) for key, tensor in new.items()})
-        for key, tensor in new.items():
-            state[key][rows] = tensor[rows]
+    # Rows come and go
 
-    def _encode_from_store(self, encoder: Encoder, row: int, view: PromptView) -> None:
-        start = 0
-        for keys, values in view.blocks(row):
-            self._encode(encoder, [row], [start], keys.unsqueeze(0), values.unsqueeze(0))
-            start += keys.shape[1]
+    def open_rows(self) -> None:
+        """Begin to decode with rows that hold nothing and are not active: `take_row` fills them."""
+        self.device = DeviceRows(self.info, self.window, 1, self.pipeline.slots(self.info.group))
+        self.active_rows = [False] * self.info.batch
+        self.device.active.zero_()
+        self._publish()
+
+    def crop(self, row: int, tokens: int) -> None:
+        """Forget the row's tokens from `tokens` on; what left for the zone since then comes back into the ring.
+
+        Raises PluginContractError or BindingError where the store cannot give back, or forget, what it holds.
+        """
+        assert self.device is not None
+        if tokens >= self.lengths[row]:
+            return
+        sink, zone = self.window.sink, self.zones[row]
+        left = min(zone, self._zone_of(row, tokens))
+        returning = min(sink + zone, tokens) - (sink + left)
+        rows = None
+        if returning > 0:
+            assert self.store is not None
+            keys, values = self.store.read(row, left, left + returning)
+            rows = torch.stack((keys, values), dim=2)
+            self._make_room(self.window.ring(tokens, left))
+        self.lengths[row] = tokens
+        self.zone.crop(row, left)
+        if rows is not None:
+            self.device.place(row, sink + left, rows)
+        if self.queries is not None:
+            self.queries.crop(row, tokens)
+        self._publish()
+
+    def _zone_of(self, row: int, tokens: int) -> int:
+        """The zone that a row had when it held so many tokens."""
+        if self.pipeline.indexes == "prompt":
+            return max(0, tokens - self.window.sink) // self.window.update * self.window.update
+        return self.window.zone(tokens)
+
+    def take_row(self, row: int, source: LayerState, source_row: int, common: int = 0) -> None:
+        """Make a row hold what another one does, of this layer or of the same layer of another request.
+
+        common  tokens at the beginning that both have in common, which are not copied again
+        Raises PluginContractError where the store cannot change its rows.
+        """
+        assert self.device is not None
+        assert source.device is not None
+        tokens, zone, sink = source.lengths[source_row], source.zones[source_row], self.window.sink
+        self._make_room(self.window.ring(tokens, zone), source.device.ring)
+        update = self.window.update
+        self.zone.take_row(row, source.zone, source_row, max(0, common - sink) // update * update)
+        first = min(sink, tokens)
+        for start, stop in ((0, first), (first + zone, tokens)):
+            self.device.place(row, start, source.device.read(source_row, start, stop))
+        self.lengths[row] = tokens
+        if source.queries is not None:
+            self.queries = self.queries or QueryStatistics(self.info, self.window)
+            self.queries.take_row(row, source.queries, source_row)
+        self._publish()
 
     # Room, and what the stages read of it
 
-    def _reserve(self, zone: int) -> None:
-        """Make sure that codes and store have room for a zone of `zone` tokens."""
-        if self.store is None:
-            assert self.pipeline.allocate_store is not None
-            capacity = max(zone, self.window.zone(self.request.prompt_tokens + self.request.new_tokens))
-            self.store = self.pipeline.allocate_store(self.info, capacity)
-            for encoder in self.pipeline.encoders:
-                codes = encoder.allocate_codes(self.info, capacity)
-                codes.length = self.zone_length
-                self.codes[encoder.name] = codes
-        elif zone > self.store.capacity:
-            capacity = zone + max(self.window.update, zone // 8 // self.window.update * self.window.update)
-            self.store.grow(capacity)
-            for codes in self.codes.values():
-                codes.grow(capacity)
-
-    def _publish_zones(self) -> None:
-        """Tell the device what the zone now is: lengths, budget, which ring slots are valid."""
-        self.zone_length.copy_(_integers(tuple(self.zones), self.info.device))
-        if self.store is not None:
-            rule, top_k = self.pipeline.candidates, self.pipeline.top_k
-            counts = tuple(rule.count(zone, top_k) for zone in self.zones)
-            self.budget.count.copy_(_integers(counts, self.info.device))
-            self.budget = Budget(rule.width(self.store.capacity, top_k), self.budget.count)
+    def _publish(self) -> None:
+        """Tell the device what rows and zones now are: lengths, budgets, which ring slots are valid."""
+        self.zone.publish(self.active_rows)
         assert self.device is not None
         for row, (tokens, zone) in enumerate(zip(self.lengths, self.zones, strict=True)):
             self.device.publish(row, tokens, zone)
@@ -363,16 +364,21 @@ class LayerState:
         """Grow a ring that is full: only where nothing leaves it, or where the request outlives its plan."""
         if self.device is None:
             return
-        fill = max(self.window.ring(n, zone) for n, zone in zip(self.lengths, self.zones, strict=True))
-        if fill >= self.device.ring:
-            ring = fill + max(HEADROOM, fill // 8)
-            try:
-                self.device = self.device.grown(self.info, ring, self.lengths, self.zones)
-            except (RuntimeError, MemoryError) as error:
-                raise CapacityError(
-                    f"layer {self.info.index}: no memory to grow the ring from {self.device.ring} to {ring} slots "
-                    f"after {max(self.lengths)} tokens; lower max_new_tokens or dense_below, or use fewer dense layers"
-                ) from error
+        self._make_room(max(self.window.ring(n, zone) for n, zone in zip(self.lengths, self.zones, strict=True)))
+
+    def _make_room(self, fill: int, planned: int = 0) -> None:
+        """Let the ring have a free slot beside `fill` tokens of a row, and `planned` slots at least."""
+        assert self.device is not None
+        if max(fill + 1, planned) <= self.device.ring:
+            return
+        ring = planned if planned > fill else fill + max(HEADROOM, fill // 8)
+        try:
+            self.device = self.device.grown(self.info, ring, self.lengths, self.zones)
+        except (RuntimeError, MemoryError) as error:
+            raise CapacityError(
+                f"layer {self.info.index}: no memory to grow the ring from {self.device.ring} to {ring} slots "
+                f"after {max(self.lengths)} tokens; lower max_new_tokens or dense_below, or use fewer dense layers"
+            ) from error
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -386,23 +392,9 @@ class LayerState:
         steady_and_selected = self.steady + int(self.selected.sum()) / self.info.kv_heads
         return steady_and_selected / (self.steps * self.info.batch) if self.steps else 0.0
 
-    def codes_of(self, name: str | None) -> Codes:
-        """The codes of a producer; of none, codes that hold nothing but the lengths."""
-        return self._no_codes if name is None else self.codes[name]
-
-    def state_of(self, name: str) -> Tensors:
-        """What a format learnt from the prompt; empty where it learns nothing."""
-        return self.states.get(name, {})
-
     @property
     def code_bytes(self) -> int:
-        return sum(codes.nbytes for codes in self.codes.values())
-
-
-@lru_cache(maxsize=64)
-def _integers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32 on the device; all layers of a request ask for the same in turn."""
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
+        return self.zone.code_bytes
 
 
 def count_selected(layers: Iterable[LayerState]) -> None:

@@ -204,6 +204,17 @@ class QueryStatistics:
         flat = block.flatten(1, 2).double()  # [H, G * n, D]
         self.moment[row] += flat.transpose(1, 2) @ flat
 
+    def crop(self, row: int, tokens: int) -> None:
+        """A row goes back to `tokens` tokens; what the others asked stays in the moment and among the recent."""
+        self._waiting[row] = self._waiting[row][:, :, : max(0, tokens - self._seen[row])]
+        self._seen[row] = min(self._seen[row], tokens)
+
+    def take_row(self, row: int, source: QueryStatistics, source_row: int) -> None:
+        """Copy what other statistics of this layer know of one of their rows."""
+        self.moment[row] = source.moment[source_row]
+        self.recent[row] = source.recent[source_row]
+        self._waiting[row], self._seen[row] = source._waiting[source_row].clone(), source._seen[source_row]
+
     def query_moment(self) -> Tensor:
         """[B, H, D, D] with the rest that does not fill a block."""
         total = self.moment.clone()

@@ -178,7 +178,7 @@ def _distinct_rows(layer: LayerState, trace: LayerTrace, top_k: int) -> float:
     assert layer.store is not None
     counts = torch.tensor([rule.count(zone, top_k) for zone in layer.zones], dtype=torch.int32)
     layer.pipeline = replace(layer.pipeline, top_k=top_k)
-    layer.budget = Budget(rule.width(layer.store.capacity, top_k), counts.to(layer.info.device))
+    layer.zone.budget = Budget(rule.width(layer.store.capacity, top_k), counts.to(layer.info.device))
     chosen = [observe(layer, heads).selection for heads in trace.heads[:PROBED_STEPS]]
     return sum(float((one.indices >= 0).sum(-1).double().mean()) for one in chosen if one is not None) / len(chosen)
 

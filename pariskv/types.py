@@ -143,6 +143,21 @@ class Codes:
             if field.reduce == "sum":
                 self.fields[name][row] = 0
 
+    @property
+    def has_sums(self) -> bool:
+        return any(field.reduce == "sum" for field in self.spec.values())
+
+    def take_row(self, row: int, source: Codes, source_row: int, start: int, stop: int) -> None:
+        """Copy the entries of the tokens start .. stop - 1, and the sums, of a row of other codes of this format."""
+        for name, field in self.spec.items():
+            mine, other = self.fields[name][row], source.fields[name][source_row]
+            if field.reduce == "sum":
+                mine.copy_(other)
+            else:
+                first, last = start // field.tokens_per_entry, -(-stop // field.tokens_per_entry)
+                axis = field.token_axis - 1  # of one row
+                mine.narrow(axis, first, last - first).copy_(other.narrow(axis, first, last - first))
+
     def grow(self, capacity: int) -> None:
         """Make room for `capacity` tokens a row, keeping what is there."""
         for name, field in self.spec.items():
@@ -181,6 +196,24 @@ class Store(ABC):
     @abstractmethod
     def device_bytes(self) -> int:
         """Bytes held in device memory."""
+
+    def crop(self, row: int, tokens: int) -> None:
+        """Optional: forget the tokens of a row from `tokens` on; what `update` appends next begins there.
+
+        Without it the row cannot be given to another request, nor go back to an earlier turn.
+        """
+        raise PluginContractError(
+            f"{type(self).__name__}: row {row} is to go back to {tokens} tokens, but the store implements no crop; "
+            f"implement it, or use one batch for one request, without rewinding"
+        )
+
+    def take_row_state(self, row: int, source: Store, source_row: int) -> None:
+        """Optional, beside `state`: take what `source` holds of its row beside rows, which were appended already."""
+        if source.state():
+            raise PluginContractError(
+                f"{type(self).__name__}: row {row} is to take the state of another store's row, but the store "
+                f"implements no take_row_state; implement it beside state"
+            )
 
     def state(self) -> Tensors:
         """Optional: what the store holds beside rows, so that a prefix can be saved; tensors of one axis at least."""

@@ -41,15 +41,15 @@ def keeps_rows(store: Store) -> bool:
 def describe(layer: LayerState) -> dict[str, Any]:
     """Sizes and lengths, all that `prepare` has to know beside the tensors' shapes."""
     assert layer.device is not None
-    queries = layer._queries
+    queries = layer.queries
     return {
         "lengths": layer.lengths,
         "zones": layer.zones,
         "ring": layer.device.ring,
         "has_rows": layer.store is not None and keeps_rows(layer.store),
-        "states": {name: sorted(state) for name, state in layer.states.items()},
+        "states": {name: sorted(state) for name, state in layer.zone.states.items()},
         "store_state": [] if layer.store is None else sorted(layer.store.state()),
-        "fitted": {name: sorted(rows.items()) for name, rows in layer._fitted.items()},
+        "fitted": {name: sorted(rows.items()) for name, rows in layer.zone.fitted.items()},
         "queries": None if queries is None else [[rest.shape[2] for rest in queries._waiting], queries._seen],
     }
 
@@ -59,16 +59,16 @@ def prepare(layer: LayerState, saved: Mapping[str, Any], entries: Mapping[str, E
 
     entries  the file's tensors; states and the store's own have the shapes that they say
     """
-    layer.lengths, layer.zones = list(saved["lengths"]), list(saved["zones"])
+    layer.lengths, layer.zone.lengths = list(saved["lengths"]), list(saved["zones"])
     layer.columns = layer.request.prompt_tokens
     if any(layer.zones):
-        layer._reserve(max(layer.zones))
+        layer.zone.reserve(max(layer.zones), layer.planned_zone)
     for encoder in layer.pipeline.encoders:
-        layer._fitted[encoder.name] = dict(map(tuple, saved["fitted"][encoder.name]))
+        layer.zone.fitted[encoder.name] = dict(map(tuple, saved["fitted"][encoder.name]))
     for name, keys in saved["states"].items():
-        layer.states[name] = _empty(f"{prefix_of(layer.info.index)}.state.{name}", keys, layer, entries)
+        layer.zone.states[name] = _empty(f"{prefix_of(layer.info.index)}.state.{name}", keys, layer, entries)
     if saved["queries"] is not None:
-        layer._queries = _empty_queries(layer, *saved["queries"])
+        layer.queries = _empty_queries(layer, *saved["queries"])
     needed = max(layer._ring_capacity(tokens, tokens + layer.request.new_tokens) for tokens in layer.lengths)
     ring = max(needed, saved["ring"])
     layer.device = DeviceRows(layer.info, layer.window, ring, layer.pipeline.slots(layer.info.group))
@@ -101,7 +101,7 @@ def finish(layer: LayerState, state: Mapping[str, Tensor]) -> None:
     if layer.store is not None and state:
         rotary = layer.request.rotary
         layer.store.restore(state, ZoneRotary(rotary, layer.window.sink) if rotary else None)
-    layer._publish_zones()
+    layer._publish()
 
 
 # Its tensors
@@ -122,13 +122,13 @@ def layer_parts(layer: LayerState, state: Mapping[str, Tensor], has_rows: bool) 
             for encoder, codes in layer.codes.items():
                 for key, field in codes.spec.items():
                     yield _codes(f"{name}.codes.{encoder}.{key}.{row}", codes[key][row], field, zone)
-    for encoder, states in layer.states.items():
+    for encoder, states in layer.zone.states.items():
         yield from (tensor_part(f"{name}.state.{encoder}.{key}", tensor) for key, tensor in states.items())
     yield from (tensor_part(f"{name}.store.{key}", tensor) for key, tensor in state.items())
-    if layer._queries is not None:
-        yield tensor_part(f"{name}.queries.moment", layer._queries.moment)
-        yield tensor_part(f"{name}.queries.recent", layer._queries.recent)
-        for row, rest in enumerate(layer._queries._waiting):
+    if layer.queries is not None:
+        yield tensor_part(f"{name}.queries.moment", layer.queries.moment)
+        yield tensor_part(f"{name}.queries.recent", layer.queries.recent)
+        for row, rest in enumerate(layer.queries._waiting):
             yield tensor_part(f"{name}.queries.rest.{row}", rest)
     if (moment := layer.request.moments.get(layer.info.index)) is not None and _wants_moment(layer):
         yield tensor_part(f"{name}.model_moment", moment)

@@ -58,6 +58,9 @@ class HostStore(Store):
         keys, values = block.transpose(0, 1).unbind(2)
         return keys, values
 
+    def crop(self, row: int, tokens: int) -> None:
+        self.length[row] = min(self.length[row], tokens)
+
     def grow(self, capacity: int) -> None:
         if capacity <= self.capacity:
             return

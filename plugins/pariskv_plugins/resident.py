@@ -38,6 +38,9 @@ class ResidentStore(Store):
         keys, values = self.rows[row, :, start:stop].unbind(2)
         return keys, values
 
+    def crop(self, row: int, tokens: int) -> None:
+        self.length[row] = min(self.length[row], tokens)
+
     def grow(self, capacity: int) -> None:
         if capacity <= self.capacity:
             return

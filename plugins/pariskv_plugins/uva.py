@@ -107,6 +107,13 @@ class UvaStore(Store):
         keys, values = block.transpose(0, 1).unbind(2)
         return keys, values
 
+    def crop(self, row: int, tokens: int) -> None:
+        """What comes in the place of the forgotten rows has their positions: no slot holds them any more."""
+        self.settle()
+        self.length[row] = min(self.length[row], tokens)
+        if self._held is not None:
+            self._held[row].fill_(-1)
+
     def grow(self, capacity: int) -> None:
         if capacity <= self.capacity:
             return

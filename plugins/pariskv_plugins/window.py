@@ -68,6 +68,9 @@ class EvictedRows(Store):
             f"prefill.history=buffer, or choose a store that keeps rows"
         )
 
+    def crop(self, row: int, tokens: int) -> None:
+        self.length[row] = min(self.length[row], tokens)
+
     def grow(self, capacity: int) -> None:
         self.capacity = max(self.capacity, capacity)
 

@@ -263,7 +263,7 @@ def test_the_rotary_embedding_can_be_undone_and_keeps_distances() -> None:
 def test_a_fill_gives_queries_to_those_who_learn_from_them() -> None:
     settings = retrievers.Settings(("snapkv",), (2500,), (1,), 16, "auto", **TINY)
     one = filling.filled_layer(settings.info(0, 1, CPU), *settings.pipeline("snapkv", 2500, CPU), 2500)
-    kept = one.states["snapkv"]["kept"]
+    kept = one.zone.states["snapkv"]["kept"]
     assert kept.shape == (1, 2, 16)
     assert kept.max() > 100  # without votes it would be the first 16
 

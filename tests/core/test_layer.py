@@ -4,142 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from layer_driving import D, Driver, G, H, Learner, Relearner, new_layer, offer, pipeline
 
-from pariskv import CodeField, Codes, LayerInfo, Prefill, Register, Retriever, hookimpl
-from pariskv.binding import LayerPipeline, bind
+from pariskv import LayerInfo
+from pariskv.binding import bind
 from pariskv.config import parse_config
-from pariskv.decode import attend_layer
 from pariskv.errors import ModelError
-from pariskv.layer import LayerState
 from pariskv.prompt import BufferedPrompt
-from pariskv.registry import Registry, Source
-from pariskv.request import Request
-from pariskv.types import TOKENS, Tensors
+from pariskv.registry import Registry
 from pariskv.warmup import warm_up
 from pariskv.window import Window
-
-H, G, D = 2, 3, 16
-REGISTRY = Registry.load(entry_points=False)
-
-
-class Learner(Retriever):
-    """Codes that are the keys less the prompt's mean: to see what `fit` got, and that its state is frozen."""
-
-    format = "centred"
-    needs = frozenset({"query_moment", "recent_queries"})
-
-    def __init__(self) -> None:
-        self.views: list[tuple[list[int], Tensor, Tensor]] = []
-
-    @hookimpl
-    def allocate_codes(self, layer: LayerInfo, capacity: int) -> Codes:
-        sums = CodeField((D,), torch.float64, reduce="sum")
-        return Codes.empty(layer, capacity, keys=CodeField((TOKENS, D), torch.float64), total=sums)
-
-    @hookimpl
-    def fit(self, layer: LayerInfo, prefill: Prefill) -> Tensors:
-        assert prefill.query_moment is not None
-        assert prefill.recent_queries is not None
-        self.views.append((prefill.lengths, prefill.query_moment, prefill.recent_queries))
-        mean = torch.zeros(layer.batch, H, 1, D, dtype=torch.float64)
-        for row, n in enumerate(prefill.lengths):
-            for keys, _ in prefill.blocks(row):
-                mean[row, :, 0] += keys.sum(1) / n
-        return {"mean": mean}
-
-    @hookimpl
-    def encode(self, keys: Tensor, values: Tensor, state: Tensors) -> Tensors:
-        return {"keys": keys - state["mean"], "total": keys.sum(2)}
-
-
-class Relearner(Learner):
-    """A learner whose state is stale once `after` tokens have left since; keeps what it was asked."""
-
-    def __init__(self, after: int) -> None:
-        super().__init__()
-        self.after = after
-        self.asked: list[tuple[Tensor, Tensor, list[int]]] = []
-
-    @hookimpl
-    def is_stale(self, keys: Tensor, state: Tensors, since: list[int]) -> list[bool]:
-        self.asked.append((keys.clone(), state["mean"].clone(), since))
-        return [tokens >= self.after for tokens in since]
-
-
-def offer(registry: Registry, made: Learner) -> None:
-    """Register a ready object under the name learner."""
-
-    @hookimpl
-    def register_retrievers(register: Register) -> None:
-        register("learner", lambda: made)
-
-    registry._add(Source("learner", "tests", "0"), lambda: SimpleNamespace(register_retrievers=register_retrievers))
-
-
-def pipeline(retriever: str = "exact", **layer: object) -> LayerPipeline:
-    values = {"retriever": retriever, "top_k": 400, "candidates": 1.0, **layer}
-    return bind(parse_config({"layers": {"default": values}}), 1, REGISTRY)[0]
-
-
-def new_layer(window: Window, bound: LayerPipeline, batch: int, new_tokens: int = 16) -> LayerState:
-    info = LayerInfo(0, batch, H, G, D, torch.float64, torch.device("cpu"), D**-0.5)
-    return LayerState(info, bound, window, Request(new_tokens=new_tokens))
-
-
-class Driver:
-    """Feeds a layer and keeps, per row, every token that it should hold."""
-
-    def __init__(self, layer: LayerState, pads: list[int], seed: int = 0):
-        self.layer, self.pads = layer, pads
-        self.generator = torch.Generator().manual_seed(seed)
-        self.rows: list[list[Tensor]] = [[] for _ in pads]
-
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
-
-    def prefill(self, columns: int, chunk: int) -> None:
-        self.layer.request.prefilling = True
-        tokens = self.random(len(self.pads), H, columns, 2, D)
-        allowed = torch.arange(columns) >= torch.tensor(self.pads).unsqueeze(-1)
-        for start in range(0, columns, chunk):
-            stop = min(start + chunk, columns)
-            part = tokens[:, :, start:stop]
-            self.layer.append(part[..., 0, :], part[..., 1, :])
-            mask = allowed[:, None, None, :stop].expand(-1, 1, stop - start, -1)
-            self.layer.chunk_attended(self.random(len(self.pads), H * G, stop - start, D), mask)
-        self.layer.request.prefilling = False
-        self.layer.end_prefill()
-        for row, pad in enumerate(self.pads):
-            self.rows[row] += list(tokens[row, :, pad:].unbind(1))
-
-    def step(self, active: list[bool] | None = None) -> tuple[Tensor, Tensor]:
-        """One token a row; returns the layer's output and what dense attention over the lists gives."""
-        batch = len(self.rows)
-        active = active or [True] * batch
-        self.layer.finish_step()
-        self.layer.set_active(active)
-        token = self.random(batch, H, 1, 2, D)
-        self.layer.append(token[..., 0, :], token[..., 1, :])
-        for row in range(batch):
-            if active[row]:
-                self.rows[row].append(token[row, :, 0])
-        heads = self.random(batch, H, G, D)
-        out, _ = attend_layer(self.layer, heads)
-        want = torch.stack([self.dense(row, heads[row]) for row in range(batch)])
-        return out, want
-
-    def dense(self, row: int, heads: Tensor) -> Tensor:
-        tokens = torch.stack(self.rows[row], dim=1)  # [H, n, 2, D]
-        scores = heads @ tokens[:, :, 0].transpose(-1, -2) * D**-0.5
-        return torch.softmax(scores, -1) @ tokens[:, :, 1]
 
 
 @settings(max_examples=25, deadline=None)
@@ -171,7 +51,7 @@ def test_a_layer_attends_to_exactly_the_tokens_it_was_given(
     assert layer.zones == ([0] * len(pads) if retriever == "dense" else [window.zone(n) for n in layer.lengths])
 
 
-def test_a_row_that_has_ended_writes_nothing_more() -> None:
+def test_a_row_that_has_ended_writes_and_retrieves_nothing_more() -> None:
     layer = new_layer(Window(2, 3, 4), pipeline(), 2, new_tokens=60)
     driver = Driver(layer, [0, 5])
     driver.prefill(20, 20)
@@ -180,11 +60,15 @@ def test_a_row_that_has_ended_writes_nothing_more() -> None:
     held = layer.lengths[1], layer.zones[1], layer.codes["exact"]["keys"][1].clone(), layer.store.length[1]
     for _ in range(30):
         out, want = driver.step(active=[True, False])
-        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(out[0], want[0])
+        assert layer.zone.length.tolist()[1] == layer.budget.count.tolist()[1] == 0
+        assert not bool(layer.chosen[1].any())
     layer.finish_step()
     assert (layer.lengths[1], layer.zones[1], layer.store.length[1]) == (held[0], held[1], held[3])
     zone = held[1]
     assert torch.equal(layer.codes["exact"]["keys"][1, :, :zone], held[2][:, :zone])
+    out, want = driver.step()  # and goes on where it stopped, if it is asked to
+    torch.testing.assert_close(out, want)
 
 
 def test_unused_slots_codes_and_rows_may_hold_anything() -> None:
@@ -276,19 +160,20 @@ def test_fit_sees_the_prompt_once_and_its_state_is_frozen(chunk: int) -> None:
     driver = Driver(layer, [0, 33])
     driver.prefill(40, chunk)
     assert [view[0] for view in made.views] == [[32, 0]]  # the second row has no zone yet
-    state = layer.states["learner"]["mean"].clone()
+    state = layer.zone.states["learner"]["mean"].clone()
     zone = torch.stack(driver.rows[0][2:34], dim=1)[:, :, 0]
     torch.testing.assert_close(state[0, :, 0], zone.mean(1))
     torch.testing.assert_close(layer.codes["learner"]["keys"][0, :, :32], zone - zone.mean(1, keepdim=True))
     for _ in range(30):
         driver.step()
     layer.finish_step()
-    assert torch.equal(layer.states["learner"]["mean"][0], state[0])
+    assert torch.equal(layer.zone.states["learner"]["mean"][0], state[0])
     assert len(made.views) == 2  # and once for the second row, when its first block left
     codes = layer.codes["learner"]
     for row, zone_tokens in enumerate(layer.zones):
         held = torch.stack(driver.rows[row][2 : 2 + zone_tokens], dim=1)[:, :, 0]
-        torch.testing.assert_close(codes["keys"][row, :, :zone_tokens], held - layer.states["learner"]["mean"][row])
+        mean = layer.zone.states["learner"]["mean"][row]
+        torch.testing.assert_close(codes["keys"][row, :, :zone_tokens], held - mean)
         torch.testing.assert_close(codes["total"][row], held.sum(1))
 
 
@@ -300,7 +185,7 @@ def test_rows_whose_state_is_stale_are_fitted_again_and_encoded_anew_from_the_st
     driver = Driver(new_layer(Window(2, 8, 8, 0), bound, 2, new_tokens=40), [0, 16])
     driver.prefill(50, 50)
     layer = driver.layer
-    state = layer.states["learner"]["mean"]
+    state = layer.zone.states["learner"]["mean"]
     address = state.data_ptr()
     first = state.clone()
     for _ in range(16):
@@ -310,7 +195,7 @@ def test_rows_whose_state_is_stale_are_fitted_again_and_encoded_anew_from_the_st
     # Each row was asked after each of its two blocks; the prefill left zones of 40 and 24 tokens.
     assert [since for _, _, since in made.asked] == [[8, 8], [16, 16]]
     assert [view[0] for view in made.views] == [[40, 24], [56, 40]]
-    assert layer.refits == 2
+    assert layer.zone.refits == 2
     assert state.data_ptr() == address  # a captured step reads it there
     assert not torch.equal(state, first)
     for row in range(2):
@@ -332,13 +217,13 @@ def test_only_the_stale_row_is_fitted_again() -> None:
     bound = bind(parse_config({"layers": {"default": {"retriever": "exact", "encode": "learner"}}}), 1, registry)[0]
     driver = Driver(new_layer(Window(2, 8, 8, 0), bound, 2, new_tokens=40), [0, 16])
     driver.prefill(50, 50)
-    before = driver.layer.states["learner"]["mean"].clone()
+    before = driver.layer.zone.states["learner"]["mean"].clone()
     for _ in range(8):
         driver.step([False, True])
     driver.layer.finish_step()
     assert [view[0] for view in made.views] == [[40, 24], [0, 32]]
-    assert torch.equal(driver.layer.states["learner"]["mean"][0], before[0])
-    assert not torch.equal(driver.layer.states["learner"]["mean"][1], before[1])
+    assert torch.equal(driver.layer.zone.states["learner"]["mean"][0], before[0])
+    assert not torch.equal(driver.layer.zone.states["learner"]["mean"][1], before[1])
 
 
 def test_a_prompt_of_one_chunk_is_kept_as_it_came_but_not_what_it_is_a_part_of() -> None:

@@ -53,8 +53,8 @@ def test_moments_are_the_mean_of_all_queries_after_the_rotary_embedding() -> Non
         with torch.no_grad():
             model(prompt(n, seed=n)[:, :40], cache=cache, use_cache=True)
         for index, layer in cache.request.layers.items():
-            assert layer._queries is not None
-            seen.setdefault(index, []).append(layer._queries.query_moment()[0])
+            assert layer.queries is not None
+            seen.setdefault(index, []).append(layer.queries.query_moment()[0])
     group = next(iter(cache.request.layers.values())).info.group
     for index, moments in seen.items():
         wanted = sum(moments) / (70 * group)
@@ -90,7 +90,7 @@ def test_the_retriever_encodes_by_it(precondition: str) -> None:
         from pariskv.decode import prefill
 
         prefill(lm, cache, Batch(prompt(90)), 4)
-        return cache.request.layers[0].states["it"]["keys_to"].clone()
+        return cache.request.layers[0].zone.states["it"]["keys_to"].clone()
 
     without = frame()
     ensure_calibrated(readable(model))

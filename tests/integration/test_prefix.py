@@ -117,12 +117,12 @@ def test_statistics_for_a_later_fit_are_kept(tmp_path: Path) -> None:
     loaded = load_prefix(path, model, config_of("ragged"))
     for index, layer in prefix.cache.request.layers.items():
         other = loaded.cache.request.layers[index]
-        assert layer._queries is not None
-        assert other._queries is not None
-        assert torch.equal(other._queries.query_moment(), layer._queries.query_moment())
-        assert torch.equal(other._queries.recent, layer._queries.recent)
-        assert other._queries._seen == layer._queries._seen
-        assert other._fitted == layer._fitted
+        assert layer.queries is not None
+        assert other.queries is not None
+        assert torch.equal(other.queries.query_moment(), layer.queries.query_moment())
+        assert torch.equal(other.queries.recent, layer.queries.recent)
+        assert other.queries._seen == layer.queries._seen
+        assert other.zone.fitted == layer.zone.fitted
 
 
 # A plugin's own store and codes

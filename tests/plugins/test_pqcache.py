@@ -332,7 +332,7 @@ def test_what_drifts_away_is_found_again_after_a_refresh() -> None:
     for refresh in (0, 256):
         layer, keys = layer_with_keys_that_turn_away(refresh)
         heads = keys[0, 0, 1000:1004].view(1, 1, 4, 64)  # queries for what is generated
-        encoded = layer.pipeline.encoders[0].encode_query(heads, layer.states["pqcache"])  # type: ignore[misc]
+        encoded = layer.pipeline.encoders[0].encode_query(heads, layer.zone.states["pqcache"])  # type: ignore[misc]
         scores, _ = estimate(Query(heads, encoded, 0.125), layer.codes["pqcache"])
         ours = scores[0, 0, :, :1024].topk(50).indices
         best = (heads[0, 0] @ keys[0, 0].T).topk(50).indices

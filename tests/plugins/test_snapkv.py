@@ -260,7 +260,7 @@ def test_the_models_last_queries_decide_what_is_kept(monkeypatch: pytest.MonkeyP
         for head in range(2):
             queries = prefill.recent_queries[0, head, :, -8:]
             votes = torch.tensor(votes_by_hand(queries, keys[head], layer.info, Options(**options)))
-            kept = layer.states["it"]["kept"][0, head].tolist()
+            kept = layer.zone.states["it"]["kept"][0, head].tolist()
             torch.testing.assert_close(votes[kept], votes.topk(10).values, rtol=1e-4, atol=1e-7)
 
 

@@ -129,6 +129,25 @@ class ShadowStore(Store):
         self.exact.keys.copy_(state["exact_keys"])
         self.exact.starts[..., : state["exact_starts"].shape[-1]] = state["exact_starts"]
 
+    def crop(self, row: int, tokens: int) -> None:
+        for part in (self.keys.rows, self.values.rows):
+            part.crop(row, tokens)
+        self.exact.crop(row, tokens)
+        if not tokens:
+            self.learnt.discard(row)
+
+    def take_row_state(self, row: int, source: Store, source_row: int) -> None:
+        other = own(source)
+        self.learnt.discard(row)
+        if source_row not in other.learnt:
+            return
+        self.learnt.add(row)
+        self.rotary = other.rotary
+        tokens = other.length[source_row]
+        self.basis[row] = other.basis[source_row]
+        self.coefficients[row, :tokens] = other.coefficients[source_row, :tokens]
+        self.exact.take_row(row, other.exact, source_row, tokens)
+
     def grow(self, capacity: int) -> None:
         if capacity <= self.capacity:
             return

@@ -42,6 +42,17 @@ class ExactChunks:
         places = (starts + tokens % self.chunk).clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1])
         return self.keys.gather(2, places).where(starts.unsqueeze(-1) >= 0, keys.to(self.keys.dtype))
 
+    def crop(self, row: int, tokens: int) -> None:
+        """Forget where the keys of a row's chunks from `tokens` on are, a multiple of the chunk."""
+        self.starts[row, :, tokens // self.chunk :] = -1
+
+    def take_row(self, row: int, source: ExactChunks, source_row: int, tokens: int) -> None:
+        """Make a row hold what a row of others of the same size does, up to `tokens` tokens."""
+        self.keys[row] = source.keys[source_row]
+        chunks = -(-tokens // self.chunk)
+        self.starts[row] = -1
+        self.starts[row, :, :chunks] = source.starts[source_row, :, :chunks]
+
     def grow(self, capacity: int) -> None:
         self.starts = pad(self.starts, (0, -(-capacity // self.chunk) - self.starts.shape[-1]), value=-1)
 
