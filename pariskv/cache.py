@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from pariskv.binding import LayerPipeline
 from pariskv.config import WindowConfig
 from pariskv.layer import LayerState, count_selected
+from pariskv.lineage import SPARE, Lineage, moves
 from pariskv.prompt import History
 from pariskv.request import HEADROOM, ChooseHistory, Request
 from pariskv.types import LayerInfo, Rotary
@@ -40,14 +42,18 @@ class RequestState:
         self.request = Request(rotary=rotary, moments=moments or {}, choose=choose)
         self.layers: dict[int, LayerState] = {}
         self._window = window
+        self._lineage = Lineage()
+        self._spare: dict[int, LayerState] = {}  # a row beside the others, while rows change places
 
     def layer(self, info: LayerInfo) -> LayerState:
         """The state of layer `info.index`, made at its first call."""
         if info.index not in self.layers:
-            pipeline = self.pipelines[info.index]
-            window = window_of(pipeline, self._window, info.index)
-            self.layers[info.index] = LayerState(info, pipeline, window, self.request)
+            self.layers[info.index] = self._new_layer(info)
         return self.layers[info.index]
+
+    def _new_layer(self, info: LayerInfo) -> LayerState:
+        pipeline = self.pipelines[info.index]
+        return LayerState(info, pipeline, window_of(pipeline, self._window, info.index), self.request)
 
     # The phases, told by the loop; under `generate()` each layer infers them
 
@@ -71,6 +77,7 @@ class RequestState:
     def reset(self) -> None:
         """Forget the request; nothing of it may reach the next one."""
         self.layers.clear()
+        self._lineage, self._spare = Lineage(), {}
         old = self.request
         self.request = Request(rotary=old.rotary, moments=old.moments, choose=old.choose)
 
@@ -79,6 +86,55 @@ class RequestState:
         count_selected(self.layers.values())
         for layer in self.layers.values():
             layer.finish_step()
+
+    # Rows come and go, between two steps
+
+    def settle(self) -> None:
+        """Bring every layer between two steps: what is due has moved, and a prompt that was read has ended."""
+        self.end_step()
+        for layer in self.layers.values():
+            if layer.prompt is not None:
+                layer.end_prefill()
+
+    def open_rows(self, infos: Iterable[LayerInfo]) -> None:
+        """Begin with rows that hold nothing, ready to decode: `take_row` fills them."""
+        for info in infos:
+            self.layer(info).open_rows()
+
+    def take_row(self, row: int, source: RequestState, source_row: int) -> None:
+        """Make a row hold what a row of another request does."""
+        self._lineage.forget(row)
+        for index, layer in self.layers.items():
+            layer.take_row(row, source.layers[index], source_row)
+        self._rows_changed()
+
+    def crop(self, row: int, tokens: int) -> None:
+        """Forget a row's tokens from `tokens` on."""
+        self._lineage.cropped(row, tokens)
+        for layer in self.layers.values():
+            layer.crop(row, tokens)
+        self._rows_changed()
+
+    def reorder(self, sources: Sequence[int]) -> None:
+        """Let every row b hold what row sources[b] held; what the two have in common is not copied."""
+        for row, source in moves(sources):
+            common = self._lineage.common(row, source)
+            for index, layer in self.layers.items():
+                into, row_of_it = (self._spare_of(index), 0) if row == SPARE else (layer, row)
+                out_of, its_row = (self._spare_of(index), 0) if source == SPARE else (layer, source)
+                into.take_row(row_of_it, out_of, its_row, common)
+                tokens = out_of.lengths[its_row]
+            self._lineage.copied(row, source, tokens)
+        self._rows_changed()
+
+    def _spare_of(self, index: int) -> LayerState:
+        if index not in self._spare:
+            self._spare[index] = self._new_layer(replace(self.layers[index].info, batch=1))
+            self._spare[index].open_rows()
+        return self._spare[index]
+
+    def _rows_changed(self) -> None:
+        self.request.forget_slots()
 
     # What a captured step asks: see `pariskv.graph`
 
@@ -102,6 +158,11 @@ class RequestState:
         return sum(layer.attended for layer in self.layers.values()) / max(1, len(self.layers))
 
     @property
+    def batch(self) -> int:
+        """Rows."""
+        return len(self.lengths)
+
+    @property
     def lengths(self) -> list[int]:
         """Real tokens of each row."""
         return next(iter(self.layers.values())).lengths if self.layers else []
@@ -115,7 +176,7 @@ class RequestState:
     def kv_device_bytes(self) -> int:
         """Keys and values on the device: sink, ring and slots, a prompt being read, a store kept there."""
         total = 0
-        for layer in self.layers.values():
+        for layer in (*self.layers.values(), *self._spare.values()):
             total += layer.device.nbytes if layer.device else 0
             total += layer.prompt.nbytes if layer.prompt else 0
             total += layer.store.device_bytes if layer.store else 0
@@ -123,7 +184,8 @@ class RequestState:
 
     @property
     def kv_host_bytes(self) -> int:
-        return sum(layer.store.host_bytes for layer in self.layers.values() if layer.store)
+        held = (*self.layers.values(), *self._spare.values())
+        return sum(layer.store.host_bytes for layer in held if layer.store)
 
     @property
     def kv_dense_bytes(self) -> int:

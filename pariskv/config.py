@@ -28,6 +28,8 @@ from pariskv.structured import (
 
 MOST_LAYERS = 10_000
 
+Turns = Literal["dense", "retrieved"]
+
 DEFAULT = "default"
 """The key under `layers:` that the other keys inherit from."""
 
@@ -95,6 +97,10 @@ class PrefillConfig:
         metadata={
             "help": "where a chunk finds the ones before it: buffer (on the device), store; auto: buffer where it fits"
         },
+    )
+    turns: Turns = field(
+        default="dense",
+        metadata={"help": "a later turn's tokens attend to the whole history (dense) or to what is retrieved of it"},
     )
 
 

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from pariskv.beside import Beside
 from pariskv.config import GenerationConfig, RuntimeConfig
+from pariskv.errors import ModelError
 from pariskv.graph import CapturableCache, CapturedSteps, capture_reason, log_fallback
 from pariskv.layer import LayerState
-from pariskv.sampling import Sampler
+from pariskv.sampling import NOT_FINITE, Sampler
 from pariskv.types import Query, Tensors
 
 DEFAULT_RUNTIME = RuntimeConfig()
@@ -137,6 +138,7 @@ def decode(
     sampled = sampler(logits)
     for step in range(settings.max_new_tokens):
         tokens = [token if is_active else None for token, is_active in zip(sampled.tolist(), active, strict=True)]
+        refuse_not_finite(tokens, step)
         yield tokens
         active = [token is not None and token not in model.eos_ids for token in tokens]
         if not any(active) or step + 1 == settings.max_new_tokens:
@@ -150,8 +152,23 @@ def decode(
             raise
 
 
+def refuse_not_finite(tokens: list[int | None], step: int) -> None:
+    """Raise ModelError for a row whose logits were NaN or infinite."""
+    if NOT_FINITE in tokens:
+        where = f"decode step {step}" if step else "the prompt"
+        raise ModelError(
+            f"row {tokens.index(NOT_FINITE)}: the logits after {where} are NaN or infinite, so no token can be chosen; "
+            f"look for such values in the weights or the prompt's keys, or use model.dtype=bfloat16 or float32 where "
+            f"float16 overflows"
+        )
+
+
 class Stepper(Protocol):
     """How decode steps run."""
+
+    def place(self, row: int, tokens: int, columns: int) -> None:
+        """The row has been given to another request: it holds `tokens` tokens, and the cache `columns` columns."""
+        ...
 
     def step(self, tokens: Tensor) -> Tensor:
         """One step over tokens [B, 1]: the next tokens [B]."""
@@ -176,6 +193,13 @@ class EagerSteps:
         self.model, self.cache, self.sampler = model, cache, sampler
         self.positions = batch.positions()[:, -1:] + 1
         self.mask = batch.mask
+
+    def place(self, row: int, tokens: int, columns: int) -> None:
+        self.positions[row] = tokens
+        if self.mask is not None:
+            missing = columns - self.mask.shape[1]
+            self.mask = torch.nn.functional.pad(self.mask, (missing, 0), value=False)
+            self.mask[row] = torch.arange(columns, device=self.mask.device) >= columns - tokens
 
     def step(self, tokens: Tensor) -> Tensor:
         if self.mask is not None:

@@ -65,6 +65,10 @@ class CapturedSteps:
         self._shape: object = None
         self._pool = torch.cuda.graph_pool_handle()
 
+    def place(self, row: int, tokens: int, columns: int) -> None:
+        """The row has been given to another request, which holds `tokens` tokens."""
+        self.positions[row] = tokens
+
     def step(self, tokens: Tensor) -> Tensor:
         """One step over tokens [B, 1]: the next tokens [B]."""
         self.tokens.copy_(tokens)

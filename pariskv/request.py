@@ -57,3 +57,7 @@ class Request:
         if known is None or known[0] != step:
             known = self._slots[regions] = step, device.next_slots()
         return known[1]
+
+    def forget_slots(self) -> None:
+        """Rows have changed between two steps."""
+        self._slots.clear()

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from pariskv.config import GenerationConfig
 
+NOT_FINITE = -1
+"""In place of a token: the row's logits hold NaN or infinity, so there is nothing to choose from."""
+
 
 class Sampler:
     """Draws each row's token with the row's own generator, so that a row does not depend on its batch.
@@ -18,22 +21,35 @@ class Sampler:
     def __init__(self, settings: GenerationConfig, batch: int):
         self.temperature = settings.temperature
         self.top_p = settings.top_p
+        self._seed = settings.seed
         self._generators = [torch.Generator().manual_seed(settings.seed) for _ in range(batch)]
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Tokens [B] from logits [B, V]; temperature 0 is greedy."""
+        """Tokens [B] from logits [B, V], NOT_FINITE where they are not; temperature 0 is greedy."""
         return self.choose(logits, self.draws().to(logits.device))
+
+    def restart(self, row: int, logits: Tensor) -> Tensor:
+        """A row's first token [1] of a new request, from its logits [1, V]: drawn as for the first request."""
+        self._generators[row].manual_seed(self._seed)
+        draw = torch.zeros(1, dtype=torch.float64) if self.temperature == 0 else self._draw(row)
+        return self.choose(logits, draw.to(logits.device))
 
     def draws(self) -> Tensor:
         """The next random number of each row, float64 [B] in [0, 1); zeros where the choice is greedy."""
         if self.temperature == 0:
             return torch.zeros(len(self._generators), dtype=torch.float64)
-        return torch.cat([torch.rand(1, dtype=torch.float64, generator=one) for one in self._generators])
+        return torch.cat([self._draw(row) for row in range(len(self._generators))])
+
+    def _draw(self, row: int) -> Tensor:
+        return torch.rand(1, dtype=torch.float64, generator=self._generators[row])
 
     def choose(self, logits: Tensor, draws: Tensor) -> Tensor:
         """Tokens [B] from logits [B, V]: where the row's draw falls among the kept tokens' probabilities."""
-        if self.temperature == 0:
-            return logits.argmax(dim=-1)
+        largest, best = logits.max(dim=-1)  # NaN, if any of them is
+        chosen = best if self.temperature == 0 else self._drawn(logits, draws)
+        return chosen.where(largest.isfinite(), NOT_FINITE)
+
+    def _drawn(self, logits: Tensor, draws: Tensor) -> Tensor:
         # Relative to the best, or a tiny temperature would make infinities.
         logits = logits.double() - logits.amax(dim=-1, keepdim=True)
         kept = _nucleus(torch.softmax(logits / self.temperature, dim=-1), self.top_p)

@@ -13,14 +13,13 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from pariskv.binding import LayerPipeline
 from pariskv.errors import PrefixError
-from pariskv.integrations.transformers import ParisCache, ParisLayer
+from pariskv.integrations.paris_layer import ParisLayer
+from pariskv.integrations.stock_rows import STOCK
+from pariskv.integrations.transformers import ParisCache
 from pariskv.layer import LayerState
 from pariskv.prefix import layers
 from pariskv.prefix.file import PrefixFile
 from pariskv.prefix.parts import Part, tensor_part
-
-STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Layers of transformers whose keys and values are all that they hold."""
 
 SELECTING = ("coarse_select", "rerank")
 

@@ -18,7 +18,8 @@ from pariskv.decode import Batch, Progress, prefill
 from pariskv.integrations.calibration import Calibration, file_of, fingerprint, save_calibration
 from pariskv.integrations.geometry import supported_layers
 from pariskv.integrations.language_model import LanguageModel
-from pariskv.integrations.transformers import ATTENTION, DenseCache, paris_attention, paris_mask, use_attention
+from pariskv.integrations.paris_layer import ATTENTION
+from pariskv.integrations.transformers import DenseCache, paris_attention, paris_mask, use_attention
 from pariskv.registry import own_version
 
 TOKENS = 2048

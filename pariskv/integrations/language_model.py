@@ -14,7 +14,8 @@ from pariskv.decode import Batch, DecodeCache
 from pariskv.errors import ConfigError
 from pariskv.integrations.compiled import CompiledForward
 from pariskv.integrations.models import LoadedModel, load_model
-from pariskv.integrations.transformers import ATTENTION, DenseCache, ParisCache, use_attention
+from pariskv.integrations.paris_layer import ATTENTION
+from pariskv.integrations.transformers import DenseCache, ParisCache, use_attention
 
 GOES_ON = "[pariskv: the user's turn goes on here]"
 """Put into a chat template to find where a turn's text ends in it."""

@@ -19,11 +19,10 @@ from pariskv.cache import as_heads
 from pariskv.decode import Batch, Progress, decode_step, prefill
 from pariskv.integrations.geometry import supported_layers
 from pariskv.integrations.language_model import LanguageModel
+from pariskv.integrations.paris_layer import ATTENTION, ParisLayer
 from pariskv.integrations.transformers import (
-    ATTENTION,
     DenseCache,
     ParisCache,
-    ParisLayer,
     paris_attention,
     paris_mask,
     use_attention,

@@ -9,41 +9,31 @@ model.generate(**inputs, cache=ParisCache(model, config))
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    Cache,
-    CacheLayerMixin,
-)
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from pariskv.attention import dense_attention, weaken_by_sinks
+from pariskv.attention import dense_attention
 from pariskv.binding import LayerPipeline, bind
-from pariskv.cache import RequestState, as_heads, window_of
+from pariskv.cache import RequestState, window_of
 from pariskv.config import Config, load_config
-from pariskv.decode import attend_layer
 from pariskv.errors import ModelError
 from pariskv.integrations.calibration import Calibration, find_calibration
 from pariskv.integrations.compiled import is_running, layer_step
 from pariskv.integrations.geometry import Geometry, refuse_missing_rotary, supported_layers
+from pariskv.integrations.paris_layer import ATTENTION, TAG, ParisLayer
 from pariskv.integrations.rotary import rotary_of
-from pariskv.layer import LayerState
+from pariskv.integrations.stock_rows import refuse_unknown, take_stock_row, widen
 from pariskv.planner import Forward, Need, Planner
 from pariskv.registry import Registry
 from pariskv.request import HEADROOM
 from pariskv.resolve import for_device
 from pariskv.warmup import warm_up
-
-ATTENTION = "pariskv"
-"""Our name in transformers' attention and mask interfaces."""
-
-TAG = "_pariskv"
-"""Attribute of the keys that `update` returns, by which the attention function finds its layer."""
 
 
 class ParisCache(Cache):
@@ -89,7 +79,7 @@ class ParisCache(Cache):
         self.request = RequestState(pipelines, config.window, rotary, self.planner.history, moments)
         super().__init__(
             layers=[
-                ParisLayer(index, self.request, geometry)
+                ParisLayer(index, self.request, geometry, config.prefill.turns)
                 if kind == "full_attention"
                 else DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs)
                 for index, (kind, kwargs) in enumerate(zip(layer_types, layer_kwargs, strict=True))
@@ -117,6 +107,71 @@ class ParisCache(Cache):
 
     def end_step(self) -> None:
         self.request.end_step()
+
+    # Rows come and go, between two steps
+
+    @property
+    def ours(self) -> Iterator[ParisLayer]:
+        return (layer for layer in self.layers if isinstance(layer, ParisLayer))
+
+    @property
+    def _stock(self) -> Iterator[Any]:
+        """Layers that transformers keeps: those with a sliding window."""
+        return (layer for layer in self.layers if not isinstance(layer, ParisLayer))
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether a step must say what is padding: our layers know, transformers' own do not."""
+        return any(True for _ in self._stock)
+
+    def open_rows(self, rows: int, prompt_tokens: int, new_tokens: int = HEADROOM) -> None:
+        """Begin a batch whose rows hold nothing and are not active; `take_row` gives them requests.
+
+        prompt_tokens, new_tokens  of the longest request that is known, to make room for
+        Raises ModelError for a model with layers whose rows cannot be exchanged.
+        """
+        refuse_unknown(self._stock)
+        self.begin_prefill(prompt_tokens, new_tokens)
+        self.request.request.prefilling = False
+        self.request.open_rows(self.geometry.expected_info(layer.index, rows) for layer in self.ours)
+        for layer in self.ours:
+            layer.state, layer.is_initialized = self.request.layers[layer.index], True
+
+    def take_row(self, row: int, source: ParisCache, source_row: int = 0) -> None:
+        """Make a row hold what another cache of this model and configuration holds in one of its own."""
+        source.request.settle()
+        columns = max(self.get_seq_length(), source.request.lengths[source_row])
+        self.request.take_row(row, source.request, source_row)
+        for mine, other in zip(self._stock, source._stock, strict=True):
+            take_stock_row(mine, row, other, source_row, self.request.batch, columns)
+        self._set_columns(columns)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest tokens of every row: -n of them, as transformers counts.
+
+        Raises PluginContractError or BindingError where a store cannot give back what it holds.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop: wanted the tokens to remove as a negative number, got {tokens_to_remove}")
+        self.request.settle()
+        for row, tokens in enumerate(self.request.lengths):
+            self.request.crop(row, max(0, tokens + tokens_to_remove))
+        for layer in self._stock:
+            layer.crop(tokens_to_remove)
+        self._set_columns(self.get_seq_length() + tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row b hold what row beam_idx[b] did; only what the two do not have in common is copied."""
+        self.request.settle()
+        self.request.reorder(beam_idx.tolist())
+        for layer in self._stock:
+            layer.reorder_cache(beam_idx)
+
+    def _set_columns(self, columns: int) -> None:
+        for layer in self.ours:
+            layer.cropped(columns)
+        for layer in self._stock:
+            widen(layer, columns)
 
     # What `pariskv.graph` asks of a cache
 
@@ -188,100 +243,6 @@ def _held_bytes(cache: Cache) -> int:
     """Keys and values of a cache's stock layers."""
     tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
-
-
-class ParisLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers has no types here
-    """One full-attention layer of a `ParisCache`: a `LayerState` in transformers' clothes."""
-
-    is_sliding = False
-
-    def __init__(self, index: int, request: RequestState, geometry: Geometry):
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.index = index
-        self.request = request
-        self.geometry = geometry
-        self.state: LayerState | None = None
-        self.columns = 0
-        self._unattended = False
-        self._padding_checked = False
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.state = self.request.layer(self.geometry.layer_info(self.index, key_states))
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take the new keys and values [B, H, Q, D]; the keys that come back carry the tag."""
-        self.refuse_unattended()
-        if torch.is_grad_enabled() and key_states.requires_grad:
-            raise ModelError("a ParisCache does not keep gradients; call the model under torch.no_grad()")
-        if self.state is None:
-            self.lazy_initialization(key_states, value_states)
-        assert self.state is not None
-        self._refuse_other_shape(key_states)
-        keys, values = self.state.append(key_states, value_states)
-        self.columns += key_states.shape[2]
-        keys = keys.detach()  # a new tensor object over the same memory, ours to tag
-        setattr(keys, TAG, self)
-        self._unattended = True
-        return keys, values
-
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, sinks: Tensor | None
-    ) -> Tensor:
-        """Attention of the queries [B, H * G, Q, D] that belong to the last `update`."""
-        assert self.state is not None
-        self._unattended = False
-        info = self.state.info
-        if not self.state.decoding:
-            return self.state.attend_chunk(query, mask, sinks)
-        if mask is not None and not self._padding_checked:
-            self._padding_checked = True
-            self.state.refuse_other_padding(mask)
-        out, lse = attend_layer(self.state, as_heads(query, info.kv_heads))
-        out, lse = out.flatten(1, 2).unsqueeze(2), lse.flatten(1, 2).unsqueeze(2)
-        return out if sinks is None else weaken_by_sinks(out, lse, sinks)
-
-    def refuse_unattended(self) -> None:
-        """Raise ModelError where the last keys never came back to our attention function."""
-        if self._unattended:
-            raise ModelError(
-                f"layer {self.index}: the model changed the keys after the cache (as multi-head latent attention "
-                f"does) or its attention implementation is not '{ATTENTION}' any more; use a model with plain "
-                f"key/value attention, and make the cache after setting the attention implementation"
-            )
-
-    def _refuse_other_shape(self, keys: Tensor) -> None:
-        assert self.state is not None
-        info = self.state.info
-        if (keys.shape[0], keys.shape[1], keys.shape[3]) != (info.batch, info.kv_heads, info.head_dim):
-            raise ModelError(
-                f"layer {self.index}: this cache holds {info.batch} rows of {info.kv_heads} x {info.head_dim}, "
-                f"got keys {tuple(keys.shape)}; make a new ParisCache for another batch"
-            )
-
-    def get_seq_length(self) -> int:
-        return self.columns
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.columns + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def reset(self) -> None:
-        """Forget the request."""
-        self.request.reset()
-        self.state, self.columns, self.is_initialized = None, 0, False
-        self._unattended = self._padding_checked = False
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        raise ModelError("pariskv does not support beam search yet; use num_beams=1 (greedy or sampling)")
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise ModelError("pariskv cannot repeat the rows of a filled cache; repeat the prompts instead")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        raise ModelError("pariskv cannot select rows of a filled cache; make a new ParisCache")
 
 
 def paris_attention(

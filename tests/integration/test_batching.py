@@ -1,0 +1,59 @@
+"""Continuous batching: what a request gets in a batch whose rows come and go is what it gets alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from prefix_cases import CASES
+from tiny_models import language_model, prompt, tiny_model
+
+from pariskv import parse_config
+from pariskv.batching import Answer, Ask, Batching
+from pariskv.config import Config
+from pariskv.integrations.language_model import LanguageModel
+
+WINDOW = {"sink": 4, "local": 8, "update_interval": 16, "dense_below": 0}
+RETRIEVERS = ["pariskv", "pariskv-paper", "exact", "quest", "pqcache", "magicpig", "retroinfer", "snapkv", "window"]
+
+
+def config_of(retriever: str = "pariskv", **more: Any) -> Config:
+    base = {"layers": {"default": {"retriever": retriever, "top_k": 12}}, "window": WINDOW}
+    return parse_config({**base, **more})
+
+
+def asks_of(lengths: Sequence[int], new: Sequence[int]) -> list[Ask]:
+    sizes = zip(lengths, new, strict=True)
+    return [Ask(prompt(length, seed=seed)[0].tolist(), more) for seed, (length, more) in enumerate(sizes)]
+
+
+def ragged(count: int, longest: int = 120, seed: int = 0) -> list[Ask]:
+    draw = random.Random(seed)
+    lengths = [1, longest, *(draw.randint(1, longest) for _ in range(count - 2))]
+    return asks_of(lengths, [draw.randint(1, 40) for _ in lengths])
+
+
+def batching(model: LanguageModel, config: Config, rows: int) -> Batching:
+    return Batching(model, lambda: model.new_cache(config), rows, config.generation, config.runtime)
+
+
+def answered(model: LanguageModel, config: Config, rows: int, asks: Sequence[Ask | None]) -> dict[int, Answer]:
+    found = list(batching(model, config, rows).answers(asks))
+    assert len({answer.index for answer in found}) == len(found), "an answer came twice"
+    return {answer.index: answer for answer in found}
+
+
+def a_model(family: str = "llama", dtype: torch.dtype = torch.float64, **changes: Any) -> LanguageModel:
+    return language_model(tiny_model(family, dtype, **changes))
+
+
+@pytest.mark.parametrize("retriever", RETRIEVERS)
+def test_a_batch_gives_every_request_what_it_gets_alone(retriever: str) -> None:
+    model, config, asks = a_model(), config_of(retriever), ragged(7)
+    together, alone = answered(model, config, 3, asks), answered(model, config, 1, asks)
+    assert together == alone
+    assert [len(alone[index].tokens) for index in range(7)] == [ask.max_new_tokens for ask in asks]
+    assert len({tuple(answer.tokens) for answer in alone.values()}) == 7, "requests that answer alike prove nothing"
