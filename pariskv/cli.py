@@ -64,15 +64,28 @@ def run(
     prompt_file: Annotated[Path | None, typer.Option(help="the same, from a text file")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="tokens to generate at most")] = None,
     compare: Annotated[str | None, typer.Option(help="dense: answer with dense attention too")] = None,
+    prompts: Annotated[Path | None, typer.Option(help='many prompts, JSON lines such as {"prompt": "..."}')] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="of --prompts: answered at a time, 8 without")] = None,
+    output: Annotated[Path | None, typer.Option(help="of --prompts: results as JSON lines, in input order")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="of --prompts: go on with an interrupted --output")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Answer a prompt and show what retrieval saved."""
+    """Answer a prompt and show what retrieval saved; or answer a file of prompts."""
+    from pariskv.serving.cli import DEFAULT_BATCH, check_options, run_prompts
     from pariskv.session import Session, run_to_dict
 
     if compare not in (None, "dense"):
         raise ConfigError(f"--compare: got {compare!r}, wanted dense")
+    check_options(
+        prompts,
+        {"--prompt": prompt, "--prompt-file": prompt_file, "--compare": compare, "--json": as_json},
+        {"--batch-size": batch_size, "--output": output, "--resume": resume},
+    )
     settings = load_config(config, _with_tokens(overrides or [], max_new_tokens))
     _check_names(settings)
+    if prompts is not None:
+        run_prompts(settings, prompts, batch_size or DEFAULT_BATCH, output, resume)
+        return
     text = _prompt(prompt, prompt_file)
     session = Session.load(settings)
     needle = session.needle() if text is None else None

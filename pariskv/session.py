@@ -94,7 +94,7 @@ class Session:
         settings = self.config.generation
         turns = [self.model.open_turn(text, settings.chat) for text in texts]
         batch = self.model.batch_of([ids for ids, _ in turns])
-        self._refuse_beyond_context(batch.tokens.shape[1])
+        self.refuse_beyond_context(batch.tokens.shape[1])
         cache = self._cache(batch)
         logits = prefill(self.model, cache, batch, settings.max_new_tokens, self._chunk(batch), progress)
         return Prefix(cache, batch, logits, turns[0][1])
@@ -116,7 +116,7 @@ class Session:
         """Read the question as the end of every row's turn, then yield each step's new token per row."""
         rows, columns = prefix.batch.tokens.shape
         ending = self.model.plain_ids(question + prefix.tail) if question + prefix.tail else []
-        self._refuse_beyond_context(columns + len(ending))
+        self.refuse_beyond_context(columns + len(ending))
         if ending:
             added = self.model.batch_of([ending] * rows)
             prefix.append(self.model, added.tokens, self.config.generation.max_new_tokens, self._chunk(added))
@@ -218,11 +218,12 @@ class Session:
 
     def _batch(self, prompts: Sequence[str], chat: str | None = None) -> Batch:
         batch = self.model.encode(prompts, chat or self.config.generation.chat)
-        self._refuse_beyond_context(batch.tokens.shape[1])
+        self.refuse_beyond_context(batch.tokens.shape[1])
         return batch
 
-    def _refuse_beyond_context(self, prompt_tokens: int) -> None:
-        context, new = self.model.context_length, self.config.generation.max_new_tokens
+    def refuse_beyond_context(self, prompt_tokens: int, new_tokens: int | None = None) -> None:
+        """Raise CapacityError where prompt and new tokens, by default those of the configuration, are too many."""
+        context, new = self.model.context_length, new_tokens or self.config.generation.max_new_tokens
         if context is None or self.config.model.allow_beyond_context or prompt_tokens + new <= context:
             return
         room = context - prompt_tokens
@@ -232,16 +233,21 @@ class Session:
             f"{remedy}, or set model.allow_beyond_context=true"
         )
 
-    def _cache(self, batch: Batch) -> ParisCache:
+    def new_cache(self) -> ParisCache:
+        """An empty cache of this model and configuration; nobody has asked whether a request fits the memory."""
         cache = self.model.new_cache(self.config)
         # Decoding asks again; what cannot be is refused here, before a long prompt is read.
         capture_reason(self.config.runtime, cache, self.model.device)
-        if self.config.runtime.check_memory:
-            rows, prompt_tokens = batch.tokens.shape
-            cache.planner.refuse(rows, prompt_tokens, self.config.generation.max_new_tokens)
         if not self._is_warm:
             cache.warm_up()
             self._is_warm = True
+        return cache
+
+    def _cache(self, batch: Batch) -> ParisCache:
+        cache = self.new_cache()
+        if self.config.runtime.check_memory:
+            rows, prompt_tokens = batch.tokens.shape
+            cache.planner.refuse(rows, prompt_tokens, self.config.generation.max_new_tokens)
         return cache
 
     def _chunk(self, batch: Batch) -> int | None:

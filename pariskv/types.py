@@ -197,6 +197,11 @@ class Store(ABC):
     def device_bytes(self) -> int:
         """Bytes held in device memory."""
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether there are rows to be read; a store without bytes counts its tokens only."""
+        return self.host_bytes + self.device_bytes > 0
+
     def crop(self, row: int, tokens: int) -> None:
         """Optional: forget the tokens of a row from `tokens` on; what `update` appends next begins there.
 

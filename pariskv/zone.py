@@ -207,8 +207,11 @@ class Zone:
         assert source.store is not None
         self.reserve(tokens)
         assert self.store is not None
-        for keys, values in source._blocks(source_row, common, tokens):
-            self.pipeline.update(keys.unsqueeze(0), values.unsqueeze(0), self.store, [row])
+        if source.store.keeps_rows:
+            for keys, values in source._blocks(source_row, common, tokens):
+                self.pipeline.update(keys.unsqueeze(0), values.unsqueeze(0), self.store, [row])
+        else:
+            self.count_only(row, tokens - common)
         for name, codes in self.codes.items():
             codes.take_row(row, source.codes[name], source_row, common if name in alike else 0, tokens)
         with self._named("take_row_state"):
@@ -231,6 +234,14 @@ class Zone:
         size = self.update * max(1, TOKENS_AT_ONCE // self.update)
         for first in range(start, stop, size):
             yield self.store.read(row, first, min(first + size, stop))
+
+    def count_only(self, row: int, tokens: int) -> None:
+        """Tell a store that keeps no rows how many more there are."""
+        assert self.pipeline.update is not None
+        assert self.store is not None
+        nothing = torch.zeros((), dtype=self.info.dtype, device=self.info.device)
+        rows = nothing.expand(1, self.info.kv_heads, tokens, self.info.head_dim)
+        self.pipeline.update(rows, rows, self.store, [row])
 
     def _learnt_alike(self, name: str, row: int, source: Zone, source_row: int, common: int) -> bool:
         """Whether the codes of the tokens in common are the same: formats were fitted to these tokens at most."""

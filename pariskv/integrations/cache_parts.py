@@ -116,7 +116,7 @@ def parts_of(cache: ParisCache) -> Iterator[Part]:
         if isinstance(layer, ParisLayer):
             assert layer.state is not None
             store = layer.state.store
-            state, has_rows = (store.state(), layers.keeps_rows(store)) if store is not None else ({}, False)
+            state, has_rows = (store.state(), store.keeps_rows) if store is not None else ({}, False)
             yield from layers.layer_parts(layer.state, state, has_rows)
         else:
             yield from _stock_parts(index, _stock(layer))
@@ -173,7 +173,7 @@ class Filling:
         assert layer.state is not None
         layers.prepare(layer.state, held, entries)
         store = layer.state.store
-        if store is not None and not held["has_rows"] and layers.keeps_rows(store):
+        if store is not None and not held["has_rows"] and store.keeps_rows:
             raise self.file.refusal(
                 f"layers.{index}.store",
                 f"saved from a store that keeps no rows, but the one here ({type(store).__name__}) must have them; "

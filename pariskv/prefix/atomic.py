@@ -22,15 +22,17 @@ SUFFIX = ".part"
 
 
 @contextmanager
-def replacing(path: Path, size: int) -> Iterator[BinaryIO]:
+def replacing(path: Path, size: int, what: str = "the prefix") -> Iterator[BinaryIO]:
     """A new file of `size` bytes that replaces `path` at the end of the block; after an error nothing has changed.
+
+    what  it is, for the errors
 
     Raises PrefixError for what the file system refuses: no room, no folder, no permission.
     """
     partial: Path | None = None
     try:
         remove_stale(path)
-        refuse_full_disk(path, size)
+        refuse_full_disk(path, size, what)
         partial, file = _create(path)
         with file:
             yield file
@@ -45,18 +47,18 @@ def replacing(path: Path, size: int) -> Iterator[BinaryIO]:
         if isinstance(error, OSError):
             left = "the file there is as it was" if path.exists() else "nothing is left of it"
             raise PrefixError(
-                f"{path}: the prefix cannot be written: {error.strerror or error}; {left}. It takes "
+                f"{path}: {what} cannot be written: {error.strerror or error}; {left}. It takes "
                 f"{size / 1e6:,.1f} MB: make room, or choose another folder"
             ) from error
         raise
 
 
-def refuse_full_disk(path: Path, size: int) -> None:
+def refuse_full_disk(path: Path, size: int, what: str = "the prefix") -> None:
     """Raise PrefixError where the disk has no room for so many bytes, before any is written."""
     free = shutil.disk_usage(path.parent).free
     if size > free:
         raise PrefixError(
-            f"{path}: the prefix takes {size / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free there; make room, or choose "
+            f"{path}: {what} takes {size / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free there; make room, or choose "
             f"another folder"
         )
 

@@ -21,18 +21,13 @@ from pariskv.layer import LayerState
 from pariskv.prefix.file import Entry
 from pariskv.prefix.parts import Part, tensor_part
 from pariskv.prompt import QueryStatistics, ZoneRotary
-from pariskv.types import CodeField, Store
+from pariskv.types import CodeField
 from pariskv.working import DeviceRows
 
 
 def prefix_of(index: int) -> str:
     """What the names of a layer's tensors begin with."""
     return f"layers.{index}"
-
-
-def keeps_rows(store: Store) -> bool:
-    """Whether there are rows to be saved: a store without bytes counts its tokens only."""
-    return store.host_bytes + store.device_bytes > 0
 
 
 # What a layer holds beside tensors
@@ -46,7 +41,7 @@ def describe(layer: LayerState) -> dict[str, Any]:
         "lengths": layer.lengths,
         "zones": layer.zones,
         "ring": layer.device.ring,
-        "has_rows": layer.store is not None and keeps_rows(layer.store),
+        "has_rows": layer.store is not None and layer.store.keeps_rows,
         "states": {name: sorted(state) for name, state in layer.zone.states.items()},
         "store_state": [] if layer.store is None else sorted(layer.store.state()),
         "fitted": {name: sorted(rows.items()) for name, rows in layer.zone.fitted.items()},
@@ -183,14 +178,9 @@ def _zone(layer: LayerState, name: str, row: int, tokens: int) -> Part:
 
 def count_only(layer: LayerState) -> None:
     """Tell a store that keeps no rows how many there were."""
-    assert layer.store is not None
-    assert layer.pipeline.update is not None
-    info = layer.info
     for row, zone in enumerate(layer.zones):
         if zone:
-            nothing = torch.zeros((), dtype=info.dtype, device=info.device)
-            rows = nothing.expand(1, info.kv_heads, zone, info.head_dim)
-            layer.pipeline.update(rows, rows, layer.store, [row])
+            layer.zone.count_only(row, zone)
 
 
 def _codes(name: str, whole: Tensor, field: CodeField, zone: int) -> Part:

@@ -300,7 +300,7 @@ def test_refresh_trains_whenever_so_many_tokens_have_joined_the_zone(
     monkeypatch.setattr(PQCache, "train", counted)
     layer, _keys = layer_with_keys_that_turn_away(refresh)
     assert calls == [512 + i * refresh for i in range(trainings)]
-    assert layer.refits == trainings - 1
+    assert layer.zone.refits == trainings - 1
     assert layer.zones == [1024]
 
 
@@ -436,7 +436,7 @@ def test_pariskv_reranks_its_candidates() -> None:
     got, cache = generated(model, ids, config, NEW)
     assert torch.equal(got, want)
     assert sorted(cache.request.layers[1].codes) == ["it", "pqcache"]
-    assert sorted(cache.request.layers[1].states) == ["it", "pqcache"]
+    assert sorted(cache.request.layers[1].zone.states) == ["it", "pqcache"]
     small = config_of("pariskv", coarse_select="pqcache", candidates=0.5, top_k=4)
     less, cache = generated(model, ids, small, NEW)
     assert less.shape == (1, NEW)

@@ -13,7 +13,7 @@ import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,10 +75,11 @@ class Batching:
 
     def answers(self, asks: Sequence[Ask | None]) -> Iterator[Answer]:
         """The answers as they are ready, in whatever order; nothing for a None."""
+        if self.rows == 1:
+            yield from self.by_themselves(asks)
+            return
         waiting = deque(index for index, ask in enumerate(asks) if ask is not None)
         alone = deque[int]()
-        if self.rows == 1:
-            waiting, alone = alone, waiting
         while waiting:
             batch = _Running(self, asks, waiting, alone)
             try:
@@ -90,8 +91,12 @@ class Batching:
             gc.collect()  # before memory is asked for again
             while alone:
                 yield self._alone(asks, alone.popleft())
-        while alone:
-            yield self._alone(asks, alone.popleft())
+
+    def by_themselves(self, asks: Sequence[Ask | None]) -> Iterator[Answer]:
+        """The answers in order, one request after the other."""
+        for index, ask in enumerate(asks):
+            if ask is not None:
+                yield self._alone(asks, index)
 
     def _alone(self, asks: Sequence[Ask | None], index: int) -> Answer:
         ask, answer = asks[index], Answer(index)
@@ -100,7 +105,7 @@ class Batching:
             cache = self.new_cache()
             batch = self._batch(ask)
             logits = self.read(cache, batch, ask)
-            settings = self.limited(ask)
+            settings = replace(self.settings, max_new_tokens=ask.max_new_tokens)
             for (token,) in decode(self.model, cache, batch, logits, settings, self.runtime):
                 assert token is not None
                 answer.tokens.append(token)
@@ -115,11 +120,6 @@ class Batching:
 
     def _batch(self, ask: Ask) -> Batch:
         return self.model.batch_of([ask.tokens])
-
-    def limited(self, ask: Ask) -> GenerationConfig:
-        from dataclasses import replace
-
-        return replace(self.settings, max_new_tokens=ask.max_new_tokens)
 
 
 class _Running:
