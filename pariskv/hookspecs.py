@@ -107,12 +107,12 @@ class StageSpec:
         raise NotImplementedError
 
     @hookspec(firstresult=True)
-    def is_stale(self, keys: Tensor, state: Tensors, since: list[int]) -> list[bool]:
+    def is_stale(self, keys: Tensor, state: Tensors, fitted: list[int], since: list[int]) -> list[bool]:
         """Optional, of a format with `fit`: whose state no longer suits what is generated, a bool for each of R rows.
 
         Asked between two steps when a block [R, H, n, D] of keys has left for the zone. `state` holds those rows of
-        what `fit` returned, `since` how many tokens have left since. The rows that it names are fitted again, and
-        their whole zone is encoded anew from the store, before the next step.
+        what `fit` returned, `fitted` how many tokens their zones had then, `since` how many have left since. The rows
+        that it names are fitted again, and their whole zone is encoded anew from the store, before the next step.
         """
         raise NotImplementedError
 

@@ -95,17 +95,18 @@ class ParisKV(Retriever):
         )
 
     @hookimpl
-    def is_stale(self, keys: Tensor, state: Tensors, since: list[int]) -> list[bool]:
+    def is_stale(self, keys: Tensor, state: Tensors, fitted: list[int], since: list[int]) -> list[bool]:
         """Where the mean of what has come since the frame was learnt lies too far off its centre.
 
-        That is asked of the newest block, and not before so much has come that learning anew costs little beside it.
+        That is asked of the newest block, and not before so much has come that learning anew costs little beside it;
+        so the host waits for the device that seldom, too.
         """
-        off_centre = ((keys.float().mean(2) - state["centre"]).unsqueeze(2) @ state["keys_to"]).squeeze(2)  # [R, H, P]
-        share = off_centre.square().sum(2) / state["power"].clamp(min=torch.finfo(torch.float32).tiny)
         limit = self.options.recentre
-        due = [many * REFIT_SHARE >= tokens for many, tokens in zip(since, state["tokens"].tolist(), strict=True)]
+        due = [many * REFIT_SHARE >= tokens for tokens, many in zip(fitted, since, strict=True)]
         if not limit or not any(due):
             return [False] * len(since)
+        off_centre = ((keys.float().mean(2) - state["centre"]).unsqueeze(2) @ state["keys_to"]).squeeze(2)  # [R, H, P]
+        share = off_centre.square().sum(2) / state["power"].clamp(min=torch.finfo(torch.float32).tiny)
         return [is_due and one > limit for is_due, one in zip(due, share.mean(1).tolist(), strict=True)]
 
     @hookimpl
