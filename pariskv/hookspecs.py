@@ -60,6 +60,8 @@ class Retriever:
     """What `fit` wants beside the zone's keys and values."""
     selects_per_query_head: bool = False
     """Query heads choose apart: the selection holds up to G x top_k rows, with a bias."""
+    adapts_top_k: bool = False
+    """`rerank` may keep fewer than `top_k` rows where a head needs fewer; the others' slots are empty."""
     candidate_ratios: tuple[tuple[int, float], ...] | None = None
     """`candidates: auto` of `coarse_select`: from how many zone tokens on, which share of them; None: the paper's."""
     reads_steady: frozenset[Selecting] = frozenset()
@@ -138,7 +140,7 @@ class StageSpec:
 
     @hookspec(firstresult=True)
     def rerank(self, query: Query, selection: Selection, codes: Codes, top_k: int) -> Selection:
-        """The best `top_k` of the candidates, the best of all of them where they are fewer."""
+        """The best `top_k` of the candidates, all of them where they are fewer; fewer where `adapts_top_k` says so."""
         raise NotImplementedError
 
     @hookspec(firstresult=True)
