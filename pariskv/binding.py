@@ -36,7 +36,7 @@ from pariskv.types import (
 
 AllocateCodes = Callable[[LayerInfo, int], Codes]
 Fit = Callable[[LayerInfo, Prefill], Tensors]
-IsStale = Callable[[Tensor, Tensors, list[int]], list[bool]]
+IsStale = Callable[[Tensor, Tensors, list[int], list[int]], list[bool]]
 Encode = Callable[[Tensor, Tensor, Tensors], Tensors]
 EncodeQuery = Callable[[Tensor, Tensors], Tensors]
 CoarseSelect = Callable[[Query, Codes, Budget], Selection]

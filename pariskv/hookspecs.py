@@ -60,6 +60,8 @@ class Retriever:
     """What `fit` wants beside the zone's keys and values."""
     selects_per_query_head: bool = False
     """Query heads choose apart: the selection holds up to G x top_k rows, with a bias."""
+    adapts_top_k: bool = False
+    """`rerank` may keep fewer than `top_k` rows where a head needs fewer; the others' slots are empty."""
     candidate_ratios: tuple[tuple[int, float], ...] | None = None
     """`candidates: auto` of `coarse_select`: from how many zone tokens on, which share of them; None: the paper's."""
     reads_steady: frozenset[Selecting] = frozenset()
@@ -107,12 +109,12 @@ class StageSpec:
         raise NotImplementedError
 
     @hookspec(firstresult=True)
-    def is_stale(self, keys: Tensor, state: Tensors, since: list[int]) -> list[bool]:
+    def is_stale(self, keys: Tensor, state: Tensors, fitted: list[int], since: list[int]) -> list[bool]:
         """Optional, of a format with `fit`: whose state no longer suits what is generated, a bool for each of R rows.
 
         Asked between two steps when a block [R, H, n, D] of keys has left for the zone. `state` holds those rows of
-        what `fit` returned, `since` how many tokens have left since. The rows that it names are fitted again, and
-        their whole zone is encoded anew from the store, before the next step.
+        what `fit` returned, `fitted` how many tokens their zones had then, `since` how many have left since. The rows
+        that it names are fitted again, and their whole zone is encoded anew from the store, before the next step.
         """
         raise NotImplementedError
 
@@ -138,7 +140,7 @@ class StageSpec:
 
     @hookspec(firstresult=True)
     def rerank(self, query: Query, selection: Selection, codes: Codes, top_k: int) -> Selection:
-        """The best `top_k` of the candidates, the best of all of them where they are fewer."""
+        """The best `top_k` of the candidates, all of them where they are fewer; fewer where `adapts_top_k` says so."""
         raise NotImplementedError
 
     @hookspec(firstresult=True)

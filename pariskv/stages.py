@@ -36,6 +36,7 @@ class Traits:
     indexes: Literal["all", "prompt", "none"]
     needs: frozenset[Need]
     selects_per_query_head: bool
+    adapts_top_k: bool
     candidate_ratios: tuple[tuple[int, float], ...] | None
     reads_steady: frozenset[Selecting]
     graph_safe: bool
@@ -141,6 +142,6 @@ def _check_values(traits: Traits, where: str) -> None:
         starts, ratios = zip(*traits.candidate_ratios, strict=True)
         if starts[0] != 0 or list(starts) != sorted(set(starts)) or not all(0 < ratio <= 1 for ratio in ratios):
             raise refuse("candidate_ratios", "ascending lengths, the first 0, each with a ratio in (0, 1]")
-    for name in ("selects_per_query_head", "graph_safe", "host_resident"):
+    for name in ("selects_per_query_head", "adapts_top_k", "graph_safe", "host_resident"):
         if not isinstance(getattr(traits, name), bool):
             raise refuse(name, "a bool")

@@ -153,8 +153,9 @@ class Zone:
             return
         asked = [rows[i] for i in moved]
         state = {name: tensor[asked] for name, tensor in self.states[encoder.name].items()}
-        since = [self.lengths[row] - fitted[row] for row in asked]
-        stale = encoder.is_stale(keys if len(moved) == len(rows) else keys[moved], state, since)
+        then = [fitted[row] for row in asked]
+        since = [self.lengths[row] - tokens for row, tokens in zip(asked, then, strict=True)]
+        stale = encoder.is_stale(keys if len(moved) == len(rows) else keys[moved], state, then, since)
         for row, is_stale in zip(asked, stale, strict=True):
             if is_stale:
                 del fitted[row]

@@ -57,11 +57,11 @@ class Relearner(Learner):
     def __init__(self, after: int) -> None:
         super().__init__()
         self.after = after
-        self.asked: list[tuple[Tensor, Tensor, list[int]]] = []
+        self.asked: list[tuple[Tensor, Tensor, list[int], list[int]]] = []
 
     @hookimpl
-    def is_stale(self, keys: Tensor, state: Tensors, since: list[int]) -> list[bool]:
-        self.asked.append((keys.clone(), state["mean"].clone(), since))
+    def is_stale(self, keys: Tensor, state: Tensors, fitted: list[int], since: list[int]) -> list[bool]:
+        self.asked.append((keys.clone(), state["mean"].clone(), fitted, since))
         return [tokens >= self.after for tokens in since]
 
 

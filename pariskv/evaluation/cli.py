@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,8 +14,6 @@ from pariskv.errors import ConfigError
 
 if TYPE_CHECKING:
     from pariskv.integrations.language_model import LanguageModel
-
-T = TypeVar("T")
 
 eval_app = typer.Typer(help="Measure how much of dense attention a configuration finds.")
 
@@ -92,6 +90,8 @@ def drift(
     tokens: Annotated[int | None, typer.Option(min=1, help="tokens of the prompt; 8,192 or 4,000")] = None,
     layers: Annotated[str | None, typer.Option(help="layers of the model that are followed, with commas")] = None,
     positions: Annotated[int, typer.Option(min=2, help="at how many positions recall is looked at")] = 20,
+    degrees: Annotated[float, typer.Option(min=0, max=180, help="by which the made-up keys turn")] = 90,
+    tries: Annotated[int, typer.Option(min=1, help="with --synthetic: keys of other random numbers each time")] = 1,
     plot: Annotated[Path | None, typer.Option(help="draw recall against the position")] = None,
     report: Report = None,
     as_json: AsJson = False,
@@ -99,7 +99,7 @@ def drift(
     """Recall@100 while generation moves away from the prompt: of a model from prose to code, or of made-up keys."""
     from pariskv.cli import described_progress, wide_console
     from pariskv.compare import check_names
-    from pariskv.evaluation.drift import Synthetic, measure_drift, results_of
+    from pariskv.evaluation.drift import Synthetic, measure_drift, ratios_of, results_of
     from pariskv.evaluation.results import manifest_of
     from pariskv.registry import Registry
     from pariskv.units import parse_list
@@ -110,18 +110,21 @@ def drift(
     check_files(plot, report)
     if synthetic and layers is not None:
         raise ConfigError(f"--layers: got {layers!r}, but --synthetic has no model; leave out one of the two")
-    moments, used = None, None
+    if not synthetic and (tries > 1 or degrees != 90):
+        raise ConfigError("--tries and --degrees are of made-up keys; add --synthetic, or leave them out")
+    moments, used, found = None, None, []
     with described_progress() as progress:
-        if synthetic:
-            made = Synthetic(steps=steps or 100_000, prompt=tokens or 8192, positions=positions)
-            traces: Any = {0: (made.info(), made.trace())}
-        else:
-            traces, moments, used = _model_traces(settings, names, tokens or 4000, steps or 3500)
-            traces = only_layers(traces, layers)
-        points = list(measure_drift(settings, names, traces, positions, QUERIES, registry, moments, progress))
-    manifest = manifest_of("eval drift", context.params, settings, used)
-    title = f"Drift: {'made-up keys that turn' if synthetic else f'{settings.model.name} from prose to source code'}"
-    results_of(points, manifest, title).give(wide_console(), as_json, plot, report)
+        for seed in range(tries):
+            if synthetic:
+                made = Synthetic(steps or 100_000, tokens or 8192, positions=positions, degrees=degrees, seed=seed)
+                traces: Any = {0: (made.info(), made.trace())}
+            else:
+                traces, moments, used = _model_traces(settings, names, tokens or 4000, steps or 3500, layers)
+            found.append(list(measure_drift(settings, names, traces, positions, QUERIES, registry, moments, progress)))
+    manifest = manifest_of("eval drift", context.params, settings, used, ratios=ratios_of(found))
+    turned = f"made-up keys that turn by {degrees:g} degrees"
+    title = f"Drift: {turned if synthetic else f'{settings.model.name} from prose to source code'}"
+    results_of(found, manifest, title).give(wide_console(), as_json, plot, report)
 
 
 @eval_app.command()
@@ -189,30 +192,33 @@ QUERIES = 16
 """Queries that are asked at each position."""
 
 
-def only_layers(traces: dict[int, T], layers: str | None) -> dict[int, T]:
-    """What belongs to the layers that are listed, all of it without a list; ConfigError for others."""
+def only_layers(known: Iterable[int], layers: str | None) -> list[int]:
+    """The layers that are listed, all that are known without a list; ConfigError for others."""
     from pariskv.units import one_of, parse_list
 
-    if layers is None:
-        return traces
-    wanted = parse_list(layers, one_of(tuple(map(str, traces))), "--layers")
-    return {int(index): traces[int(index)] for index in wanted}
+    known = list(known)
+    return known if layers is None else [*map(int, parse_list(layers, one_of(tuple(map(str, known))), "--layers"))]
 
 
-def _model_traces(settings: Config, names: Sequence[str], tokens: int, steps: int) -> tuple[Any, Any, str | None]:
+def _model_traces(
+    settings: Config, names: Sequence[str], tokens: int, steps: int, layers: str | None
+) -> tuple[Any, Any, str | None]:
     """The model's layers along prose, then source code; the moments of its calibration, and the file if it is used."""
     from pariskv.compare import config_for
     from pariskv.evaluation.drift import TOP_K, model_traces
     from pariskv.evaluation.fidelity import refuse_length
     from pariskv.integrations.calibration import find_calibration
+    from pariskv.integrations.geometry import full_attention_layers
     from pariskv.integrations.language_model import LanguageModel
 
     model = LanguageModel.load(settings)
+    followed = only_layers(full_attention_layers(model.model), layers)
     refuse_length(model, settings, tokens, steps)
     kept = find_calibration(model.model)
     used = calibration_of(model, [config_for(settings, name, TOP_K) for name in names])
     prose, code = texts.STANDARD["prose-1"](), texts.STANDARD["source-1"]()
-    return model_traces(model, prose, code, tokens, steps), None if kept is None else kept.moments, used
+    traces = model_traces(model, prose, code, tokens, steps)
+    return {index: traces[index] for index in followed}, None if kept is None else kept.moments, used
 
 
 def calibrate(config: Config, text_files: list[Path], tokens: int | None) -> None:

@@ -5,7 +5,8 @@ figure of ParisKV (arXiv 2602.07721) shows it. Recall@100 against the decode pos
 every retriever:
 
     synthetic  keys whose mean, 4 standard deviations long, and whose principal directions turn by 90 degrees in the
-               course of the steps; each query is like the newest keys, and the zone mixes old and new
+               course of the steps; each query is like the newest keys, and the zone mixes old and new. Several
+               tries, of other random numbers, tell how far chance goes; keys that do not turn, what length alone does
     a model    a prompt in one domain and a continuation in another, teacher-forced: prose, then source code
 
 `start` and `end` are the means of the first and the last tenth of the positions, at least one each; `slope` is that of
@@ -15,6 +16,7 @@ the least squares line, per thousand tokens.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,6 +55,7 @@ class Synthetic:
     positions: int = 20
     queries: int = 4  # asked at each position
     mean: float = 4.0  # length of the keys' mean, in standard deviations
+    degrees: float = 90.0  # by which the keys turn in the course of the steps
     seed: int = 0
 
     def info(self) -> LayerInfo:
@@ -64,7 +67,7 @@ class Synthetic:
         generator = torch.Generator().manual_seed(self.seed)
         total = self.prompt + self.steps
         steps = torch.arange(total) - self.prompt
-        angle = (steps.clamp(min=0) / self.steps * math.pi / 2).float()
+        angle = (steps.clamp(min=0) / self.steps * math.radians(self.degrees)).float()
         keys = self._turned(torch.randn(1, self.heads, total, self.dim, generator=generator), angle)
         heads = torch.randn(self.steps, self.heads * self.group, self.dim, generator=generator)
         heads = self._turned(heads.transpose(0, 1), angle[self.prompt :]).transpose(0, 1)
@@ -111,6 +114,29 @@ def summarise(points: Sequence[Point]) -> list[Summary]:
         slope = sum((x - mean_x) * (y - mean_y) for x, y in own) / spread if spread else 0.0
         found.append(Summary(name, start, end, end / start if start else 0.0, 1000 * slope))
     return found
+
+
+def mean_points(tries: Sequence[Sequence[Point]]) -> list[Point]:
+    """The mean recall over the tries, at each position of each retriever."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for point in (point for points in tries for point in points):
+        found.setdefault((point.retriever, point.position), []).append(point.recall)
+    return [Point(*key, statistics.fmean(recalls)) for key, recalls in found.items()]
+
+
+def ratios_of(tries: Sequence[Sequence[Point]]) -> dict[str, list[float]]:
+    """End over start of every try, by retriever."""
+    found: dict[str, list[float]] = {}
+    for one in (one for points in tries for one in summarise(points)):
+        found.setdefault(one.retriever, []).append(one.ratio)
+    return found
+
+
+def with_error(ratio: float, ratios: Sequence[float]) -> str:
+    """A ratio as a table shows it, with the standard error of the mean of the tries' ratios where there are several."""
+    if len(ratios) < 2:
+        return number(ratio, 3)
+    return f"{number(ratio, 3)} ± {number(statistics.stdev(ratios) / math.sqrt(len(ratios)), 3)}"
 
 
 def to_json(points: Sequence[Point]) -> dict[str, Any]:
@@ -165,15 +191,22 @@ def _follow(
     state.reset()
 
 
-def results_of(points: Sequence[Point], manifest: Mapping[str, Any], title: str) -> Results:
-    """Rows and summaries as tables, a chart and JSON."""
+def results_of(tries: Sequence[Sequence[Point]], manifest: Mapping[str, Any], title: str) -> Results:
+    """Rows and summaries, the means of the tries, as tables, a chart and JSON."""
+    points, ratios = mean_points(tries), ratios_of(tries)
     summaries = summarise(points)
     at = {(point.retriever, point.position): point.recall for point in points}
     names = [one.retriever for one in summaries]
     positions = sorted({point.position for point in points})
     said = [f"{one.retriever} {percent(one.start)} at the start, {percent(one.end)} at the end" for one in summaries]
     numbers = [
-        (one.retriever, number(one.start, 3), number(one.end, 3), number(one.ratio, 3), f"{one.slope:+.5f}")
+        (
+            one.retriever,
+            number(one.start, 3),
+            number(one.end, 3),
+            with_error(one.ratio, ratios[one.retriever]),
+            f"{one.slope:+.5f}",
+        )
         for one in summaries
     ]
     return Results(

@@ -88,6 +88,11 @@ def supported_layers(model: PreTrainedModel) -> tuple[list[str], list[dict[str, 
     return layer_types, layer_kwargs
 
 
+def full_attention_layers(model: PreTrainedModel) -> list[int]:
+    """The layers that attend to the whole history; ModelError for a model that pariskv cannot serve."""
+    return [index for index, kind in enumerate(supported_layers(model)[0]) if kind == "full_attention"]
+
+
 def refuse_missing_rotary(pipelines: Any, has_rotary: bool, model: PreTrainedModel) -> None:
     """Raise BindingError where a format needs keys before RoPE and the model cannot give them."""
     for pipeline in pipelines:

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from pariskv.cache import as_heads
 from pariskv.decode import Batch, Progress, decode_step, prefill
-from pariskv.integrations.geometry import supported_layers
+from pariskv.integrations.geometry import full_attention_layers
 from pariskv.integrations.language_model import LanguageModel
 from pariskv.integrations.paris_layer import ATTENTION, ParisLayer
 from pariskv.integrations.transformers import (
@@ -99,7 +99,7 @@ def read_densely(
     The answer does not end at an end-of-text token. keep_queries: the prompt's, too, which take as much as its keys
     times the group.
     """
-    full = [index for index, kind in enumerate(supported_layers(model.model)[0]) if kind == "full_attention"]
+    full = full_attention_layers(model.model)
     recorder = _Recorder(full, keep_queries)
     read: list[Tensor] = []
     answers: list[Tensor] = []

@@ -78,12 +78,14 @@ def check_stale(case: Case, state: Tensors) -> None:
     """`is_stale` gives a bool for each row, and the same for a row alone."""
     block = case.made.block
     rows = [row for row in case.rows if case.lengths[row] >= block]
-    since = [case.lengths[row] for row in rows]
+    since = [case.lengths[row] for row in rows]  # as many tokens as it was fitted to
     keys = case.keys[rows, :, :block]
-    stale = case.call("is_stale", keys, state_of(state, rows), since)
+    stale = case.call("is_stale", keys, state_of(state, rows), list(since), since)
     if not isinstance(stale, list) or len(stale) != len(rows) or any(type(one) is not bool for one in stale):
         raise case.wrong("is_stale", f"returned {stale!r}; return a list of {len(rows)} bools, one for each row it got")
-    alone = [case.call("is_stale", keys[[i]], state_of(state, [row]), [since[i]]) for i, row in enumerate(rows)]
+    alone = [
+        case.call("is_stale", keys[[i]], state_of(state, [row]), [since[i]], [since[i]]) for i, row in enumerate(rows)
+    ]
     if alone != [[one] for one in stale]:
         raise case.wrong("is_stale", "answers otherwise for a row alone than for the row in a batch")
 

@@ -193,7 +193,8 @@ def test_rows_whose_state_is_stale_are_fitted_again_and_encoded_anew_from_the_st
     layer.finish_step()
     assert layer.zones == [56, 40]
     # Each row was asked after each of its two blocks; the prefill left zones of 40 and 24 tokens.
-    assert [since for _, _, since in made.asked] == [[8, 8], [16, 16]]
+    assert [since for *_, since in made.asked] == [[8, 8], [16, 16]]
+    assert [fitted for _, _, fitted, _ in made.asked] == [[40, 24], [40, 24]]
     assert [view[0] for view in made.views] == [[40, 24], [56, 40]]
     assert layer.zone.refits == 2
     assert state.data_ptr() == address  # a captured step reads it there

@@ -100,7 +100,7 @@ class StaleWithoutFit(OnlyEncode):
         return Codes.empty(layer, capacity)
 
     @hookimpl
-    def is_stale(self, keys: Tensor, state: Tensors, since: list[int]) -> list[bool]:
+    def is_stale(self, keys: Tensor, state: Tensors, fitted: list[int], since: list[int]) -> list[bool]:
         return [False] * len(since)
 
 

@@ -16,7 +16,17 @@ from pariskv.cli import main
 from pariskv.decode import Batch
 from pariskv.errors import ConfigError
 from pariskv.evaluation.cli import only_layers
-from pariskv.evaluation.drift import Point, Synthetic, measure_drift, model_traces, summarise, to_json
+from pariskv.evaluation.drift import (
+    Point,
+    Synthetic,
+    mean_points,
+    measure_drift,
+    model_traces,
+    ratios_of,
+    summarise,
+    to_json,
+    with_error,
+)
 from pariskv.registry import Registry
 
 CONFIG = parse_config({"window": {"sink": 4, "local": 32, "update_interval": 32, "dense_below": 0}})
@@ -100,6 +110,8 @@ def test_the_command_prints_rows_and_summary_and_draws(tmp_path: Path, capsys: p
         "400",
         "--positions",
         "4",
+        "--tries",
+        "2",
     ]
     with pytest.raises(SystemExit) as stopped:
         main(["eval", "drift", str(file), *arguments, "--json", "--plot", str(picture)])
@@ -109,6 +121,9 @@ def test_the_command_prints_rows_and_summary_and_draws(tmp_path: Path, capsys: p
     assert [row["position"] for row in found["rows"]] == [50, 100, 150, 200] * 2
     assert [one["retriever"] for one in found["summary"]] == ["pariskv", "window"]
     assert found["summary"][1]["ratio"] == 0
+    assert found["manifest"]["measured"]["ratios"]["window"] == [0, 0]
+    ours = found["manifest"]["measured"]["ratios"]["pariskv"]
+    assert len(set(ours)) == 2
     assert picture.read_text().lstrip().startswith("<?xml")
     with pytest.raises(SystemExit) as stopped:
         main(["eval", "drift", str(file), "--retrievers", "pariskw", "--synthetic"])
@@ -118,11 +133,42 @@ def test_the_command_prints_rows_and_summary_and_draws(tmp_path: Path, capsys: p
         main(["eval", "drift", str(file), "--retrievers", "pariskv", "--synthetic", "--layers", "1"])
     assert stopped.value.code == 2
     assert "--layers: got '1', but --synthetic has no model" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", "drift", str(file), "--retrievers", "pariskv", "--tries", "2"])
+    assert stopped.value.code == 2
+    assert "--tries and --degrees are of made-up keys; add --synthetic" in capsys.readouterr().err
 
 
 def test_layers_that_are_listed_are_followed_and_others_refused() -> None:
-    traces = {1: "one", 4: "four", 7: "seven"}
-    assert only_layers(traces, None) == traces
-    assert only_layers(traces, "7, 1") == {7: "seven", 1: "one"}
+    assert only_layers([1, 4, 7], None) == [1, 4, 7]
+    assert only_layers([1, 4, 7], "7, 1") == [7, 1]
     with pytest.raises(ConfigError, match="--layers: got '2', wanted one of 1, 4, 7"):
-        only_layers(traces, "1,2")
+        only_layers([1, 4, 7], "1,2")
+
+
+def test_layers_that_the_model_has_not_are_refused_before_it_reads(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "one.yaml"
+    file.write_text(f"model: {{name: {folder}}}\n")
+    monkeypatch.setattr("pariskv.evaluation.drift.model_traces", None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", "drift", str(file), "--retrievers", "pariskv", "--layers", "0,99"])
+    assert stopped.value.code == 2
+    assert "--layers: got '99', wanted one of 0" in capsys.readouterr().err
+
+
+def test_tries_are_averaged_and_their_ratios_have_a_standard_error() -> None:
+    tries = [[Point("one", 10, first), Point("one", 20, second)] for first, second in ((0.5, 0.4), (1.0, 0.6))]
+    assert mean_points(tries) == [Point("one", 10, 0.75), Point("one", 20, 0.5)]
+    ratios = ratios_of(tries)["one"]
+    assert ratios == pytest.approx([0.8, 0.6])
+    assert with_error(2 / 3, ratios) == "0.667 ± 0.100"
+    assert with_error(0.8, [0.8]) == "0.800"
+
+
+def test_keys_that_turn_by_no_degrees_stay_as_they_are_and_each_seed_has_its_own() -> None:
+    still = Synthetic(steps=4000, prompt=4000, degrees=0).trace()
+    before, after = still.keys[0, 0, :4000].mean(0), still.keys[0, 0, -4000:].mean(0)
+    assert float(torch.cosine_similarity(before, after, dim=0)) > 0.99
+    assert not torch.equal(Synthetic(steps=400, seed=1).trace().keys, Synthetic(steps=400, seed=2).trace().keys)

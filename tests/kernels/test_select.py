@@ -30,9 +30,9 @@ def best_votes(votes: list[int], count: int, length: int, width: int) -> list[in
     return padded(sorted(order[:count]), width)
 
 
-def best_scores(scores: list[float], candidates: list[int], count: int, width: int) -> list[int]:
+def best_scores(scores: list[float], candidates: list[int], count: int, width: int, least: float = -INF) -> list[int]:
     ranked = [-INF if math.isnan(score) else score for score in scores]
-    places = [place for place, candidate in enumerate(candidates) if candidate >= 0]
+    places = [place for place, candidate in enumerate(candidates) if candidate >= 0 and ranked[place] >= least]
     places = sorted(sorted(places, key=lambda place: -ranked[place])[:count])
     return padded([candidates[place] for place in places], width)
 
@@ -105,6 +105,18 @@ def test_the_best_scores_are_selected_in_the_candidates_order(C: int, levels: in
         row = scores[b, h].tolist(), candidates[b, h].tolist()
         assert got[b, h].tolist() == best_scores(*row, width, width)
         assert limited[b, h].tolist() == best_scores(*row, counts[b], width)
+
+
+@pytest.mark.parametrize("least", [-INF, 0.5, 2.0, 1e9, INF])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_of_scores_below_the_least_none_is_selected(least: float, dtype: torch.dtype) -> None:
+    scores, candidates = scores_and_candidates(300, 6)
+    got = select_by_scores(scores.to(dtype), candidates, 120, least=least)
+    limited = select_by_scores(scores.to(dtype), candidates, 120, torch.tensor([20, 3, 0], dtype=torch.int32), least)
+    for b, h in ((b, h) for b in range(3) for h in range(2)):
+        row = scores[b, h].tolist(), candidates[b, h].tolist()
+        assert got[b, h].tolist() == best_scores(*row, 120, 120, least)
+        assert limited[b, h].tolist() == best_scores(*row, [20, 3, 0][b], 120, least)
 
 
 def test_nan_and_minus_infinity_are_selected_last_but_before_nothing() -> None:

@@ -185,8 +185,8 @@ class Stale(Pages):
         self.answer = answer
 
     @hookimpl
-    def is_stale(self, keys: Tensor, state: Tensors, since: list[int]) -> list[bool]:
-        assert state["centre"].shape[0] == len(since) == keys.shape[0]
+    def is_stale(self, keys: Tensor, state: Tensors, fitted: list[int], since: list[int]) -> list[bool]:
+        assert state["centre"].shape[0] == len(fitted) == len(since) == keys.shape[0]
         return self.answer(keys, since)  # type: ignore[no-any-return]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -40,12 +42,15 @@ def select_by_votes(votes: Votes, count: Tensor, lengths: Tensor, width: int) ->
     return naive.select_by_votes(votes, count, lengths, width)
 
 
-def select_by_scores(scores: Tensor, candidates: Tensor, width: int, count: Tensor | None = None) -> Tensor:
+def select_by_scores(
+    scores: Tensor, candidates: Tensor, width: int, count: Tensor | None = None, least: float = -math.inf
+) -> Tensor:
     """The candidates with the best scores, equal scores to the earlier candidate.
 
     scores      [B, H, C]  floating point; NaN counts as -inf
     candidates  [B, H, C]  int32, -1 where empty (its score is not read)
     count       [B]        int32, how many to take, at most width; None: width
+    least       candidates with a score below it are left out
     returns     [B, H, width] int32, in the candidates' order, then -1. Valid candidates with -inf
                 are taken only where better ones do not suffice
 
@@ -61,12 +66,12 @@ def select_by_scores(scores: Tensor, candidates: Tensor, width: int, count: Tens
     if scores.dtype in (torch.float32, torch.float64) and is_compiled_for(scores, candidates):
         from pariskv_kernels.select import cpu
 
-        return cpu.select_by_scores(scores, candidates, width, count)
+        return cpu.select_by_scores(scores, candidates, width, count, least)
     if scores.dtype == torch.float32 and is_on_gpu(scores, candidates):
         from pariskv_kernels.select import cuda_scores
 
-        return cuda_scores.select_by_scores(scores, candidates, width, count)
-    return naive.select_by_scores(scores, candidates, width, count)
+        return cuda_scores.select_by_scores(scores, candidates, width, count, least)
+    return naive.select_by_scores(scores, candidates, width, count, least)
 
 
 def compact(keep: Tensor, width: int, values: Tensor | None = None) -> Tensor:

@@ -16,10 +16,11 @@ def select_by_votes(votes: Votes, count: Tensor, lengths: Tensor, width: int) ->
     return out
 
 
-def select_by_scores(scores: Tensor, candidates: Tensor, width: int, count: Tensor | None) -> Tensor:
+def select_by_scores(scores: Tensor, candidates: Tensor, width: int, count: Tensor | None, least: float) -> Tensor:
     out = torch.full((*scores.shape[:2], width), -1, dtype=torch.int32)
     wanted = torch.full((scores.shape[0],), width, dtype=torch.int32) if count is None else count
-    _by_scores(scores.numpy(), candidates.numpy(), wanted.numpy(), out.numpy())
+    rows = scores.numpy()
+    _by_scores(rows, candidates.numpy(), wanted.numpy(), rows.dtype.type(least), out.numpy())
     return out
 
 
@@ -49,17 +50,18 @@ def _by_votes(votes, histogram, count, lengths, out):  # type: ignore[no-untyped
 
 
 @njit(cache=True, nogil=True)
-def _by_scores(scores, candidates, count, out):  # type: ignore[no-untyped-def]
+def _by_scores(scores, candidates, count, least, out):  # type: ignore[no-untyped-def]
     """A partition gives the lowest score that is taken; a second pass takes everything above, and the first ties."""
     batch, heads, num_candidates = scores.shape
-    usable = np.empty(num_candidates, scores.dtype)
+    usable, usable_places = np.empty(num_candidates, scores.dtype), np.empty(num_candidates, candidates.dtype)
     for b in range(batch):
         for h in range(heads):
             row, places, chosen = scores[b, h], candidates[b, h], out[b, h]
             valid = 0
             for c in range(num_candidates):
-                if places[c] >= 0:
-                    usable[valid] = -np.inf if np.isnan(row[c]) else row[c]
+                score = -np.inf if np.isnan(row[c]) else row[c]
+                if places[c] >= 0 and score >= least:
+                    usable[valid], usable_places[valid] = score, places[c]
                     valid += 1
             wanted = min(count[b], valid, out.shape[2])
             if wanted == 0:
@@ -68,16 +70,12 @@ def _by_scores(scores, candidates, count, out):  # type: ignore[no-untyped-def]
             above = 0
             for v in range(valid):
                 above += usable[v] > threshold
-            ties, place, v = wanted - above, 0, 0
-            for c in range(num_candidates):
-                if places[c] < 0:
-                    continue
-                score = usable[v]
-                v += 1
-                if score > threshold:
-                    chosen[place] = places[c]
+            ties, place = wanted - above, 0
+            for v in range(valid):
+                if usable[v] > threshold:
+                    chosen[place] = usable_places[v]
                     place += 1
-                elif score == threshold and ties > 0:
-                    chosen[place] = places[c]
+                elif usable[v] == threshold and ties > 0:
+                    chosen[place] = usable_places[v]
                     place += 1
                     ties -= 1

@@ -9,6 +9,7 @@ too many for that.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -35,7 +36,13 @@ HALF = np.float32(0.5)  # half of a score: the difference of two is finite
 
 
 def select_by_scores(
-    scores: Tensor, candidates: Tensor, width: int, count: Tensor | None, threads: int = 1024, levels: int = LEVELS
+    scores: Tensor,
+    candidates: Tensor,
+    width: int,
+    count: Tensor | None,
+    least: float = -math.inf,
+    threads: int = 1024,
+    levels: int = LEVELS,
 ) -> Tensor:
     """threads  a power of two
 
@@ -46,21 +53,24 @@ def select_by_scores(
     out = torch.empty(batch, heads, width, dtype=torch.int32, device=device)
     if num == 0 or width == 0:
         return out.fill_(-1)
-    all_of_them = _all_of(width, batch, device)
+    all_of_them, floor = _all_of(width, batch, device), np.float32(least)
     constants = {"THREADS": threads, "LEVELS": levels, "RIVALS": min(RIVALS, threads)}
     if num > threads * ITEMS and width > threads * ITEMS // 2:
-        return naive.select_by_scores(scores, candidates, width, count)
+        return naive.select_by_scores(scores, candidates, width, count, least)
     while num > threads * ITEMS:
         items = max(2, _power_of_two(min(ITEMS, 4 * blocks_for(width, threads))))
         parts = blocks_for(num, threads * items)
         better = torch.empty(batch, heads, parts, width, device=device)
         better_candidates = torch.empty(better.shape, dtype=torch.int32, device=device)
         kernel = best_of_part(**constants, ITEMS=items, GOES_ON=True)
-        launch(kernel, (parts, heads, batch), threads, scores, candidates, all_of_them, better, better_candidates)
+        launch(
+            kernel, (parts, heads, batch), threads, scores, candidates, all_of_them, floor, better, better_candidates
+        )
         scores, candidates, num = better.flatten(2), better_candidates.flatten(2), parts * width
     kernel = best_of_part(**constants, ITEMS=_power_of_two(blocks_for(num, threads)), GOES_ON=False)
     wanted = all_of_them if count is None else count
-    launch(kernel, (1, heads, batch), threads, scores, candidates, wanted, scores.unsqueeze(2), out.unsqueeze(2))
+    whole = scores.unsqueeze(2), out.unsqueeze(2)
+    launch(kernel, (1, heads, batch), threads, scores, candidates, wanted, floor, *whole)
     return out
 
 
@@ -112,8 +122,8 @@ def level_of(order, low, factor, shift, levels):
 
 
 @template
-def best_of_part(scores, candidates, count, better, out):
-    """The best `count[b]`, at most the width, of the candidates of one part of a row.
+def best_of_part(scores, candidates, count, least, better, out):
+    """The best `count[b]`, at most the width, of the candidates of one part of a row whose score is not below `least`.
 
     out     int32 [B, H, parts, width], in order, then -1; better  float32, their scores, where it GOES_ON
     """
@@ -134,11 +144,12 @@ def best_of_part(scores, candidates, count, better, out):
         score[i] = scores[b, h, at]
         candidate[i] = candidates[b, h, at]
     needed = np.int32(min(count[b], width))
-    top, bottom = EMPTY, EMPTY
+    top, bottom, lowest = EMPTY, EMPTY, np.int32(order_of(least))
     for i in static(ITEMS):
-        order[i] = EMPTY
-        if candidate[i] >= 0 and first + i * THREADS + thread < num:
-            order[i] = np.int32(order_of(score[i]))
+        order[i] = np.int32(order_of(score[i]))
+        if candidate[i] < 0 or first + i * THREADS + thread >= num or order[i] < lowest:
+            order[i] = EMPTY
+        else:
             bottom = np.int32(max(bottom, ~order[i]))
         top = np.int32(max(top, order[i]))
     if thread < THREADS * ITEMS // 32:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,13 +23,16 @@ def select_by_votes(votes: Votes, count: Tensor, lengths: Tensor, width: int) ->
     return move_to_front(keep_highest(more, ties, wanted - above), width, positions)
 
 
-def select_by_scores(scores: Tensor, candidates: Tensor, width: int, count: Tensor | None) -> Tensor:
+def select_by_scores(
+    scores: Tensor, candidates: Tensor, width: int, count: Tensor | None, least: float = -math.inf
+) -> Tensor:
     """Find the lowest score that is taken by topk, then compact."""
     best = min(width, scores.shape[-1])
     if best == 0:
         return candidates.new_full((*scores.shape[:2], width), -1)
-    empty = candidates < 0
-    scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).masked_fill_(empty, -torch.inf)
+    scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    empty = (candidates < 0) | (scores < least)
+    scores.masked_fill_(empty, -torch.inf)
     top = scores.topk(best, sorted=count is not None).values
     if count is None:
         taken: Tensor | int = best

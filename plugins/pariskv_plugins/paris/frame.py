@@ -41,7 +41,6 @@ def learn_frame(
     keys_to     [B, H, D, P]  float32, A^T and the rotation: z = (k - centre) @ keys_to
     queries_to  [B, H, D, P]  float32, A^-1 and the rotation: z . (q @ queries_to) = P q.(k - centre)
     power       [B, H]        float32, the mean of |z|^2
-    tokens      [B]           int64, of the zone that it was learnt from
     weights     [B, H, G]     float32, how much each head of a group counts in the vote; the mean is 1
     """
     batch, heads, dim = layer.batch, layer.kv_heads, layer.head_dim
@@ -51,7 +50,6 @@ def learn_frame(
         "keys_to": torch.zeros(batch, heads, dim, padded, device=device),
         "queries_to": torch.zeros(batch, heads, dim, padded, device=device),
         "power": torch.zeros(batch, heads, device=device),
-        "tokens": torch.tensor(prefill.lengths, device=device),
         "weights": torch.ones(batch, heads, layer.group, device=device),
     }
     rotation = rotation_matrix(dim, padded, seed, device).double()

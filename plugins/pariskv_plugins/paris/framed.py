@@ -9,6 +9,7 @@ the others out.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,9 @@ CHOICES = {
     "combine": ("mean_query", "max_logit", "sum_softmax", "max_softmax"),
 }
 
+PROBABILITIES = ("sum_softmax", "max_softmax")
+"""The ways to combine heads whose scores are logarithms of probabilities."""
+
 REFIT_SHARE = 8
 """A frame is not learnt anew before the zone has grown by one part in so many."""
 
@@ -53,6 +57,9 @@ class Options:
     norm_weight: bool = True  # votes times the norms of the keys, one byte a key; with linear votes
     vote_combine: str = "weighted_query"  # of a group's heads in the vote: mean_query, weighted_query, sum_votes
     combine: str = "sum_softmax"  # of a group's heads in the rerank: mean_query, max_logit, sum_softmax, max_softmax
+    min_share: float = (
+        0.0  # of the group's attention that a row is estimated to have, else it is not fetched; 0: top_k rows
+    )
     recentre: float = 0.5  # how far the new keys' mean may lie off centre, a share of their power; 0: never learn anew
 
 
@@ -67,7 +74,8 @@ class ParisKV(Retriever):
         check_framed_options(self.options)
         self.format = f"pariskv-m{self.options.subspace_dim}-framed"
         self.combine = self.options.combine
-        self.reads_steady = frozenset({"rerank"} if self.options.combine in ("sum_softmax", "max_softmax") else ())
+        self.reads_steady = frozenset({"rerank"} if self.options.combine in PROBABILITIES else ())
+        self.adapts_top_k = self.options.min_share > 0
         self.has_norms = self.options.vote == "linear" and self.options.norm_weight
         self.needs: frozenset[Need] = frozenset(self._needs())
 
@@ -95,17 +103,18 @@ class ParisKV(Retriever):
         )
 
     @hookimpl
-    def is_stale(self, keys: Tensor, state: Tensors, since: list[int]) -> list[bool]:
+    def is_stale(self, keys: Tensor, state: Tensors, fitted: list[int], since: list[int]) -> list[bool]:
         """Where the mean of what has come since the frame was learnt lies too far off its centre.
 
-        That is asked of the newest block, and not before so much has come that learning anew costs little beside it.
+        That is asked of the newest block, and not before so much has come that learning anew costs little beside it;
+        so the host waits for the device that seldom, too.
         """
-        off_centre = ((keys.float().mean(2) - state["centre"]).unsqueeze(2) @ state["keys_to"]).squeeze(2)  # [R, H, P]
-        share = off_centre.square().sum(2) / state["power"].clamp(min=torch.finfo(torch.float32).tiny)
         limit = self.options.recentre
-        due = [many * REFIT_SHARE >= tokens for many, tokens in zip(since, state["tokens"].tolist(), strict=True)]
+        due = [many * REFIT_SHARE >= tokens for tokens, many in zip(fitted, since, strict=True)]
         if not limit or not any(due):
             return [False] * len(since)
+        off_centre = ((keys.float().mean(2) - state["centre"]).unsqueeze(2) @ state["keys_to"]).squeeze(2)  # [R, H, P]
+        share = off_centre.square().sum(2) / state["power"].clamp(min=torch.finfo(torch.float32).tiny)
         return [is_due and one > limit for is_due, one in zip(due, share.mean(1).tolist(), strict=True)]
 
     @hookimpl
@@ -136,7 +145,7 @@ class ParisKV(Retriever):
 
     @hookimpl
     def rerank(self, query: Query, selection: Selection, codes: Codes, top_k: int) -> Selection:
-        """The `top_k` best of the candidates by the heads' estimated scores."""
+        """The `top_k` best of the candidates by the heads' estimated scores; of these, those that are worth a row."""
         estimated = codes["codes"], codes["weights"], selection.indices
         if self.options.combine == "mean_query":
             mean = encoded(query, "heads").mean(2)
@@ -144,7 +153,12 @@ class ParisKV(Retriever):
         offset, how = encoded(query, "offset"), (self.options.combine, query.scaling, query.softcap)
         steady = torch.full_like(offset, -torch.inf) if query.steady is None else query.steady.float()
         scores = combine_estimates(encoded(query, "heads"), *estimated, offset, steady, *how)
-        return keep_best(selection, scores, top_k)
+        return keep_best(selection, scores, top_k, self._least(query.heads.shape[2]))
+
+    def _least(self, group: int) -> float:
+        """The score of a row with `min_share`: of the mean of the heads' probabilities, or of the highest."""
+        share = self.options.min_share * (group if self.options.combine == "sum_softmax" else 1)
+        return math.log(share) if share else -math.inf
 
 
 def check_framed_options(options: Options) -> None:
@@ -155,6 +169,13 @@ def check_framed_options(options: Options) -> None:
             raise ConfigError(f"pariskv: {name}={getattr(options, name)!r}; set it to one of {', '.join(choices)}")
     if not 0 <= options.exponent <= 2:
         raise ConfigError(f"pariskv: exponent={options.exponent}; set it to a number from 0 to 2")
+    if not 0 <= options.min_share < 1:
+        raise ConfigError(f"pariskv: min_share={options.min_share}; set it to a number from 0 (top_k rows) to below 1")
+    if options.min_share and options.combine not in PROBABILITIES:
+        raise ConfigError(
+            f"pariskv: min_share={options.min_share} with combine={options.combine}, whose scores are no shares of "
+            f"attention; set combine to {' or '.join(PROBABILITIES)}"
+        )
     if not options.recentre >= 0:
         raise ConfigError(f"pariskv: recentre={options.recentre}; set it above 0, or to 0 for never")
     if options.vote == "linear" and options.vote_combine == "sum_votes":

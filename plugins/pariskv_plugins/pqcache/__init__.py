@@ -90,7 +90,7 @@ class PQCache(Retriever):
         return vectors.reshape(*vectors.shape[:-1], self.options.subvectors, -1).transpose(-2, -3)
 
     @hookimpl
-    def is_stale(self, keys: Tensor, state: Tensors, since: list[int]) -> list[bool]:
+    def is_stale(self, keys: Tensor, state: Tensors, fitted: list[int], since: list[int]) -> list[bool]:
         refresh = self.options.refresh
         return [bool(refresh) and tokens >= refresh for tokens in since]
 

@@ -126,11 +126,14 @@ def scores_and_candidates(C: int, levels: int) -> tuple[Tensor, Tensor]:
     return scores, candidates
 
 
-def check_by_scores(scores: Tensor, candidates: Tensor, width: int, device: torch.device, **how: int) -> None:
+def check_by_scores(
+    scores: Tensor, candidates: Tensor, width: int, device: torch.device, least: float = -INF, **how: int
+) -> None:
     for count in (None, ints(width, width // 2, 0)[: len(scores)]):
-        wanted = select_naive.select_by_scores(scores, candidates, width, count)
+        wanted = select_naive.select_by_scores(scores, candidates, width, count, least)
         on_device = None if count is None else count.to(device)
-        got = cuda_scores.select_by_scores(scores.to(device), candidates.to(device), width, on_device, **how)
+        moved = scores.to(device), candidates.to(device)
+        got = cuda_scores.select_by_scores(*moved, width, on_device, least, **how)
         assert_same(got, wanted)
 
 
@@ -139,6 +142,14 @@ def check_by_scores(scores: Tensor, candidates: Tensor, width: int, device: torc
 def test_the_best_scores_are_selected(C: int, levels: int, width: int, device: torch.device) -> None:
     scores, candidates = scores_and_candidates(C, levels)
     check_by_scores(scores[:, :1], candidates[:, :1], width, device, threads=32, levels=64)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("C", "width"), [(65, 5), (65, 60), (300, 100), (520, 9)])
+@pytest.mark.parametrize("least", [0.5, INF])
+def test_of_scores_below_the_least_none_is_selected(C: int, width: int, least: float, device: torch.device) -> None:
+    scores, candidates = scores_and_candidates(C, 7)
+    check_by_scores(scores[:1, :1], candidates[:1, :1], width, device, least, threads=32, levels=64)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # unsigned numbers that wrap around, as NumPy tells of them
@@ -167,6 +178,7 @@ def test_more_than_a_block_can_hold_is_selected_as_well(device: torch.device) ->
 def test_the_best_scores_are_selected_at_real_sizes(C: int, levels: int, device: torch.device) -> None:
     for width in (1, 100, 2048):
         check_by_scores(*scores_and_candidates(C, levels), width, device)
+        check_by_scores(*scores_and_candidates(C, levels), width, device, least=0.3)
     scores, candidates = scores_and_candidates(C, levels)
     check_by_scores(torch.randn(scores.shape) * 1e30, candidates, 100, device)
     check_by_scores(torch.randn(scores.shape) * 1e-30, candidates, 100, device)
