@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,10 +17,11 @@ class Sampler:
     (`choose`) asks the host nothing, so that a CUDA graph can hold it.
     """
 
-    def __init__(self, settings: GenerationConfig, batch: int):
+    def __init__(self, settings: GenerationConfig, batch: int, seeds: Sequence[int] | None = None):
         self.temperature = settings.temperature
         self.top_p = settings.top_p
-        self._generators = [torch.Generator().manual_seed(settings.seed) for _ in range(batch)]
+        each = [settings.seed] * batch if seeds is None else seeds
+        self._generators = [torch.Generator().manual_seed(seed) for seed in each]
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Tokens [B] from logits [B, V]; temperature 0 is greedy."""
