@@ -51,7 +51,9 @@ def check_tasks(names: Sequence[str]) -> None:
                 f"decoded and no retriever runs, so its score would say nothing; use a task that generates"
             )
         if name not in NAMES:
-            raise ConfigError(f"--tasks: unknown task {name!r}{did_you_mean(name, NAMES)}; there are {', '.join(NAMES)}")
+            raise ConfigError(
+                f"--tasks: unknown task {name!r}{did_you_mean(name, NAMES)}; there are {', '.join(NAMES)}"
+            )
 
 
 def make_tasks(choice: Choice, count_tokens: CountTokens) -> list[Task]:

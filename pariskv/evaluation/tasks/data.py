@@ -120,4 +120,6 @@ def need_fields(found: Found, rows: Sequence[dict[str, Any]], names: Sequence[st
         raise ConfigError(f"{found.path}: holds no items")
     for index, row in enumerate(rows):
         if missing := [name for name in names if name not in row]:
-            raise ConfigError(f"{found.path}: item {index} has no {', '.join(map(repr, missing))}; is it the right file?")
+            raise ConfigError(
+                f"{found.path}: item {index} has no {', '.join(map(repr, missing))}; is it the right file?"
+            )

@@ -6,6 +6,7 @@ shards, workers and an interrupted run that goes on all answer the same prompts 
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -73,6 +74,19 @@ class Unit:
     stop: int
 
 
+Key = tuple[str, int, int, str]
+"""What a record is called: task, index of the item, sample, retriever."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A unit for one retriever, and what its records will be called."""
+
+    unit: Unit
+    retriever: str
+    keys: tuple[Key, ...]
+
+
 @dataclass(frozen=True)
 class Record:
     """One answer of one retriever.
@@ -100,11 +114,19 @@ class Record:
     seconds: float = 0.0
 
     @property
-    def key(self) -> tuple[str, int, int, str]:
+    def key(self) -> Key:
         return self.task, self.index, self.sample, self.retriever
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What came of a job: its records, and its prompts by the index of the item."""
+
+    records: list[Record]
+    prompts: dict[int, str]
 
 
 def check_retrievers(config: Config, names: Sequence[str], registry: Registry) -> None:
@@ -130,9 +152,7 @@ class Evaluation:
         self.model, self.config, self.settings = model, config, settings
         check_retrievers(config, settings.retrievers, registry or Registry.load())
         self.configs = {name: config_of(config, name) for name in settings.retrievers}
-        choice = Choice(
-            settings.tasks, settings.lengths, settings.data, settings.haystack, config.generation.seed
-        )
+        choice = Choice(settings.tasks, settings.lengths, settings.data, settings.haystack, config.generation.seed)
         self.tasks = make_tasks(choice, lambda item: count_tokens(model, item, config.generation.chat))
 
     @cached_property
@@ -167,20 +187,21 @@ class Evaluation:
                 known[index] = task.item(index)
             yield index, sample, known[index]
 
-    def keys(self, unit: Unit, retriever: str) -> list[tuple[str, int, int, str]]:
-        """What the records of a unit will be called, without making its items."""
-        task = self.tasks[unit.task]
-        return [(task.name, *divmod(number, self.samples(task)), retriever) for number in range(unit.start, unit.stop)]
+    def jobs(self) -> list[Job]:
+        """All that is to be done: each unit by each retriever, the retrievers of a unit one after the other."""
+        return [Job(unit, name, self._keys(unit, name)) for unit in self.units for name in self.settings.retrievers]
 
-    def answer(self, unit: Unit, retrievers: Sequence[str] | None = None) -> tuple[list[Record], dict[int, str]]:
-        """The records of a unit, retriever by retriever, and its prompts by the index of the item."""
-        task, asked = self.tasks[unit.task], list(self.asked(unit))
+    def _keys(self, unit: Unit, retriever: str) -> tuple[Key, ...]:
+        task = self.tasks[unit.task]
+        samples = self.samples(task)
+        return tuple((task.name, *divmod(number, samples), retriever) for number in range(unit.start, unit.stop))
+
+    def answer(self, job: Job) -> Answered:
+        """The records of a job, and its prompts."""
+        task, asked = self.tasks[job.unit.task], list(self.asked(job.unit))
         chat, seed = self.config.generation.chat, self.config.generation.seed
-        prompts = [encode(self.model, item, chat, hash_seed(seed, task.name, i, sample)) for i, sample, item in asked]
-        records = []
-        for name in retrievers or self.settings.retrievers:
-            records += self._answer(task, asked, prompts, name)
-        return records, {index: item.prompt for index, _, item in asked}
+        prompts = [encode(self.model, item, chat, seed_of(seed, task.name, i, sample)) for i, sample, item in asked]
+        return Answered(self._answer(task, asked, prompts, job.retriever), {i: item.prompt for i, _, item in asked})
 
     def _answer(
         self, task: Task, asked: Sequence[tuple[int, int, Item]], prompts: Sequence[Prompt], name: str
@@ -225,8 +246,6 @@ class Evaluation:
         return len(prompt.tokens) + new_tokens > context
 
 
-def hash_seed(seed: int, task: str, item: int, sample: int) -> int:
+def seed_of(seed: int, task: str, item: int, sample: int) -> int:
     """A seed for each answer, so that neither batches nor shards change what is drawn."""
-    import hashlib
-
     return int.from_bytes(hashlib.sha256(f"{seed}/{task}/{item}/{sample}".encode()).digest()[:7], "big")

@@ -36,7 +36,7 @@ class BoxedProblems:
 
     def item(self, index: int) -> Item:
         row = self.rows[index]
-        groups = {name: str(row[name]) for name in ("level", "subject") if name in row}
+        groups: dict[str, str] = {name: str(row[name]) for name in ("level", "subject") if name in row}
         name = str(row.get("unique_id", row.get("id", index)))
         return Item(name, row["problem"].strip(), QUESTION, (str(row["answer"]),), groups=groups)
 

@@ -41,8 +41,8 @@ def mcnemar(won: int, lost: int) -> float:
     The chance that a fair coin is as far from even, or farther.
     """
     count = won + lost
-    tail = sum(comb(count, index) for index in range(min(won, lost) + 1)) / 2**count
-    return min(1.0, 2 * tail)
+    tail = sum(comb(count, index) for index in range(min(won, lost) + 1))
+    return min(1.0, 2 * tail / 2.0**count)
 
 
 def paired_bootstrap(differences: Sequence[float], seed: int = 0) -> tuple[float, float]:

@@ -71,9 +71,9 @@ class FrequentWords(RulerTask):
     coded_letters = 6
     least = 50
     prompt = (
-        "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
-        "coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three "
-        "most frequently appeared words in the above coded text?"
+        "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
+        "appeared coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
+        "What are the three most frequently appeared words in the above coded text?"
         " Answer: According to the coded text above, the three most frequently appeared words are:"
     )
 

@@ -26,7 +26,9 @@ def largest_fitting(tokens_of: Callable[[int], int], room: int, least: int, what
     """
     base = tokens_of(least)
     if base > room:
-        raise ConfigError(f"{what}: the smallest prompt takes {base} tokens with its answer's room, got {room}; ask for more")
+        raise ConfigError(
+            f"{what}: the smallest prompt takes {base} tokens with its answer's room, got {room}; ask for more"
+        )
     units, best = least + max(1, room // 40), least
     for _ in range(ROUNDS):
         tokens = tokens_of(units)

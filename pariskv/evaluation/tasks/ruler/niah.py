@@ -1,4 +1,4 @@
-"""RULER's eight needle tasks: sentences that name a value for a key, hidden in hay; values of some keys are asked for."""
+"""RULER's eight needle tasks: sentences that name a value for a key, hidden in hay; some keys are asked for."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ KINDS = {
 class NeedleTask(RulerTask):
     max_new_tokens = 128
     prompt = (
-        "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about "
-        "the {kind} afterwards.\n{context}\n"
+        "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you "
+        "about the {kind} afterwards.\n{context}\n"
         "What are all the special magic {kind} for {query} mentioned in the provided text?"
         " The special magic {kind} for {query} mentioned in the provided text are"
     )

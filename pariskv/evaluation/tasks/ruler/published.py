@@ -19,7 +19,7 @@ HAYSTACKS: tuple[Haystack, ...] = ("auto", "own", "published")
 
 ESSAYS = Published(
     "ruler/PaulGrahamEssays.json",
-    "RULER's scripts/data/synthetic/json/download_paulgraham_essay.py, or huggingface.co/datasets/opencompass/NeedleBench",
+    "RULER's scripts/data/synthetic/json/download_paulgraham_essay.py",
     ("opencompass/NeedleBench", "PaulGrahamEssays.jsonl"),
 )
 SQUAD = Published(
@@ -125,7 +125,9 @@ def _squad(found: Found) -> Library:
         for one in part["qas"]
         if not one["is_impossible"]
     ]
-    return Library(tuple(questions), tuple(dict.fromkeys(part["context"] for part in paragraphs)), f"SQuAD 2.0: {found}")
+    return Library(
+        tuple(questions), tuple(dict.fromkeys(part["context"] for part in paragraphs)), f"SQuAD 2.0: {found}"
+    )
 
 
 @_checked

@@ -14,6 +14,9 @@ OWN = {
     "qa_1": "own documents: made-up buildings and who designed them",
     "qa_2": "own documents: made-up buildings, where they stand, and when these towns were founded",
 }
+INSTRUCTION = (
+    "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+)
 SYLLABLES = [f"{first}{second}" for first in "bdfgklmnprstvz" for second in ("a", "e", "i", "o", "u", "an", "en", "or")]
 
 
@@ -22,10 +25,8 @@ class Questions(RulerTask):
 
     max_new_tokens = 32
     prompt = (
-        "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
-        "The following are given documents.\n\n{context}\n\n"
-        "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
-        "Question: {query} Answer:"
+        f"{INSTRUCTION}\n\nThe following are given documents.\n\n{{context}}\n\n"
+        f"{INSTRUCTION}\n\nQuestion: {{query}} Answer:"
     )
 
     def __init__(self, kind: str, length: int, count_tokens: CountTokens, library: Library | None, seed: int = 0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import string
 
@@ -21,8 +22,8 @@ class VariableTracking(RulerTask):
     prompt = (
         "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
         "Question: Find all variables that are assigned the value {query} in the text above."
-        " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
-        "value {query}, they are:"
+        " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned "
+        "the value {query}, they are:"
     )
 
     def __init__(self, length: int, count_tokens: CountTokens, seed: int = 0):
@@ -49,7 +50,7 @@ def _chain(rng: random.Random, noise: int) -> tuple[str, str, list[str]]:
     places = sorted(rng.random() for _ in names)
     sentences = [NOISE.strip()] * noise
     given = [f"VAR {names[0]} = {value}"]
-    given += [f"VAR {after} = VAR {before}" for before, after in zip(names, names[1:], strict=False)]
+    given += [f"VAR {after} = VAR {before}" for before, after in itertools.pairwise(names)]
     for place, sentence in reversed(list(zip(places, given, strict=True))):
         sentences.insert(round(place * len(sentences)), f"{sentence}.")
     return "\n".join(sentences), value, names
