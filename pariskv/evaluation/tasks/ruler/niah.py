@@ -13,7 +13,7 @@ from pariskv.evaluation.tasks.ruler.published import Hay
 from pariskv.needle import HAY as NOISE
 
 DEPTHS = 40
-"""Places in the text, evenly spaced, at which needles lie."""
+"""Places in an essay, evenly spaced, at which needles lie."""
 
 MAKE: dict[str, Callable[[random.Random], str]] = {"words": word, "numbers": number, "uuids": identifier}
 
@@ -71,7 +71,7 @@ class NeedleTask(RulerTask):
         keys = distinct(MAKE[kind.key_type], kind.keys, rng)
         values = {key: distinct(MAKE[kind.value_type], kind.values, rng) for key in keys}
         asked = rng.sample(keys, kind.queries)
-        placed = [(rng.randrange(DEPTHS) / (DEPTHS - 1), key, value) for key in keys for value in values[key]]
+        placed = [(self._depth(rng), key, value) for key in keys for value in values[key]]
         rng.shuffle(placed)
         context = self._context(rng, units, sorted(placed, key=lambda one: one[0]))
         wanted = tuple(value for key in asked for value in values[key])
@@ -93,16 +93,21 @@ class NeedleTask(RulerTask):
         """The hay with every needle at its depth."""
         kind = self.needles
         pieces = self._pieces(rng, units)
+        hay = len(pieces)
         for depth, key, value in reversed(needles):
-            pieces.insert(round(depth * len(pieces)), sentence(kind.value_type, key, value))
+            pieces.insert(int(depth * hay), sentence(kind.value_type, key, value))
         return (" " if kind.hay == "essay" else "\n").join(pieces)
+
+    def _depth(self, rng: random.Random) -> float:
+        """As published: in essays one of forty depths, both ends included; elsewhere before any piece of hay."""
+        return rng.randrange(DEPTHS) / (DEPTHS - 1) if self.needles.hay == "essay" else rng.random()
 
     def _pieces(self, rng: random.Random, units: int) -> list[str]:
         kind = self.needles
         if kind.hay == "noise":
             return [NOISE.strip()] * units
         if kind.hay == "essay":
-            words = self.hay.take(units * WORDS, rng.randrange(len(self.hay.words)))
+            words = self.hay.take(units * WORDS)
             return [" ".join(words[start : start + WORDS]) for start in range(0, len(words), WORDS)]
         # A generator of its own: what follows must not depend on how many there are.
         own = random.Random(rng.random())

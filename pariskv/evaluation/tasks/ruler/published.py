@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +43,9 @@ class Hay:
     words: tuple[str, ...]
     about: str
 
-    def take(self, count: int, offset: int) -> list[str]:
-        """So many words from the offset on, from the beginning again where they end."""
-        size = len(self.words)
-        return [self.words[(offset + index) % size] for index in range(count)]
+    def take(self, count: int) -> list[str]:
+        """So many of the words, as published from the first one on, and again where they end."""
+        return list(itertools.islice(itertools.cycle(self.words), count))
 
 
 @dataclass(frozen=True)
