@@ -267,8 +267,9 @@ def test_the_page_shows_lengths_positions_and_disagreements(
     from pariskv.evaluation.page import page
     from pariskv.evaluation.tasks.report import results_of
 
-    folder.manifest = {**make_manifest("eval tasks", {"config": "one.yaml", "overrides": None}, config),
-                       "calibration": None, **folder.manifest, "arguments": {"config": "one.yaml", "overrides": None}}  # fmt: skip
+    arguments = {"config": "one.yaml", "overrides": None}
+    made = make_manifest("eval tasks", arguments, config)
+    folder.manifest = {**made, "calibration": None, **folder.manifest, "arguments": arguments}
     results = results_of(folder)
     found = read_page(page(results))
     shown = " ".join(found.texts)
