@@ -92,7 +92,10 @@ def test_a_job_that_loses_every_worker_ends_the_run_and_an_error_is_the_workers_
     ray: Any, config: Config, settings: Settings, tmp_path: Path
 ) -> None:
     for kind, message in (
-        (kind_of(AlwaysLost), r"math500, item 0: 3 workers were lost over it .* the same command goes on"),
+        (
+            kind_of(AlwaysLost),
+            r"math500, item 0: 3 workers were lost over it .The actor died.* the same command goes on",
+        ),
         (kind_of(Refusing), "refused on the worker"),
     ):
         workers = Cluster(ray, config, settings, 1, kind)
