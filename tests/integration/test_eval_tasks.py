@@ -307,6 +307,7 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(
 NEEDLE = """
 layers: {default: {retriever: exact, top_k: 8}}
 window: {sink: 4, local: 64, update_interval: 64, dense_below: 0}
+generation: {seed: 3}  # two needles that lie before the window
 evaluation: {tasks: [niah_single_1], lengths: [500], limit: 2, max_new_tokens: 10, batch: 2}
 """
 

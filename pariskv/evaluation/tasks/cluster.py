@@ -100,8 +100,8 @@ class Cluster:
                 lost[job] += 1
                 if lost[job] >= ATTEMPTS:
                     raise ConfigError(
-                        f"{job.keys[0][0]}, item {job.keys[0][1]}: {ATTEMPTS} workers were lost over it ({str(error).splitlines()[0]}); "
-                        f"look at their memory, or lower evaluation.batch; the same command goes on from what is done"
+                        f"{job.keys[0][0]}, item {job.keys[0][1]}: {ATTEMPTS} workers were lost over it "
+                        f"({str(error).splitlines()[0]}); look at their memory, or lower evaluation.batch; the same command goes on from what is done"
                     ) from error
                 waiting.appendleft(job)
                 worker = self._start()
