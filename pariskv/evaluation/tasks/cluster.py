@@ -99,9 +99,10 @@ class Cluster:
             except self.ray.exceptions.RayActorError as error:
                 lost[job] += 1
                 if lost[job] >= ATTEMPTS:
+                    task, item, *_ = job.keys[0]
                     raise ConfigError(
-                        f"{job.keys[0][0]}, item {job.keys[0][1]}: {ATTEMPTS} workers were lost over it "
-                        f"({str(error).splitlines()[0]}); look at their memory, or lower evaluation.batch; the same command goes on from what is done"
+                        f"{task}, item {item}: {ATTEMPTS} workers were lost over it ({str(error).splitlines()[0]}); look "
+                        f"at their memory, or lower evaluation.batch; the same command goes on from what is done"
                     ) from error
                 waiting.appendleft(job)
                 worker = self._start()
