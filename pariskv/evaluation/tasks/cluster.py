@@ -101,8 +101,8 @@ class Cluster:
                 if lost[job] >= ATTEMPTS:
                     task, item, *_ = job.keys[0]
                     raise ConfigError(
-                        f"{task}, item {item}: {ATTEMPTS} workers were lost over it ({str(error).splitlines()[0]}); look "
-                        f"at their memory, or lower evaluation.batch; the same command goes on from what is done"
+                        f"{task}, item {item}: {ATTEMPTS} workers were lost over it ({str(error).splitlines()[0]}); "
+                        f"look at their memory, or lower evaluation.batch; the same command goes on from what is done"
                     ) from error
                 waiting.appendleft(job)
                 worker = self._start()
