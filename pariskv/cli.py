@@ -24,7 +24,7 @@ from rich.table import Table
 from pariskv.bench.cli import bench_app
 from pariskv.config import Config, layer_range, load_config, parse_config, to_yaml
 from pariskv.errors import ConfigError, ParisKVError
-from pariskv.evaluation.cli import eval_app
+from pariskv.evaluation.tasks.cli import eval_app
 from pariskv.prefix.cli import prefix_app
 from pariskv.units import parse_bytes, parse_tokens, with_option
 

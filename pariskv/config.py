@@ -133,6 +133,24 @@ class QuickstartConfig:
 
 
 @dataclass(frozen=True)
+class EvaluationConfig:
+    tasks: list[str] = field(default_factory=list, metadata={"help": "what `pariskv eval tasks` runs, such as ruler"})
+    retrievers: list[str] = field(
+        default_factory=list,
+        metadata={"help": "retrievers that answer; empty: dense and that of layers.default; config: the file as it is"},
+    )
+    lengths: list[int] = field(
+        default_factory=lambda: [4096], metadata={"help": "tokens of RULER's prompts with their answers"}
+    )
+    limit: int | None = field(default=None, metadata={"help": "items of each task at most"})
+    samples: int | None = field(default=None, metadata={"help": "answers to each item; null: as the task has it"})
+    max_new_tokens: int | None = field(
+        default=None, metadata={"help": "tokens of an answer at most; null: as the task has it"}
+    )
+    batch: int = field(default=1, metadata={"help": "answers that are decoded together"})
+
+
+@dataclass(frozen=True)
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig, metadata={"help": "the model"})
     retrievers: dict[str, dict[str, Any]] = field(
@@ -152,6 +170,9 @@ class Config:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig, metadata={"help": "how a step is run"})
     wrappers: list[str] = field(default_factory=list, metadata={"help": "hook wrappers by name, outermost first"})
     quickstart: QuickstartConfig = field(default_factory=QuickstartConfig, metadata={"help": "the quickstart's prompt"})
+    evaluation: EvaluationConfig = field(
+        default_factory=EvaluationConfig, metadata={"help": "what `pariskv eval tasks` measures"}
+    )
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -242,12 +263,23 @@ def _check_sizes(config: Config) -> None:
     _at_least("generation.seed", generation.seed, 0)
     _at_least("quickstart.prompt_tokens", config.quickstart.prompt_tokens, 1)
     _at_least("quickstart.seed", config.quickstart.seed, 0)
+    _check_evaluation(config.evaluation)
     if not 0 <= config.quickstart.depth <= 1:
         raise ConfigError(f"quickstart.depth: got {config.quickstart.depth}, wanted 0 <= depth <= 1")
     if not (isfinite(generation.temperature) and generation.temperature >= 0):
         raise ConfigError(f"generation.temperature: got {generation.temperature}, wanted a number >= 0")
     if not 0 < generation.top_p <= 1:
         raise ConfigError(f"generation.top_p: got {generation.top_p}, wanted 0 < top_p <= 1")
+
+
+def _check_evaluation(evaluation: EvaluationConfig) -> None:
+    _at_least("evaluation.batch", evaluation.batch, 1)
+    for name in ("limit", "samples", "max_new_tokens"):
+        value = getattr(evaluation, name)
+        if value is not None:
+            _at_least(f"evaluation.{name}", value, 1)
+    for length in evaluation.lengths:
+        _at_least("evaluation.lengths", length, 1)
 
 
 def _at_least(path: str, value: int, least: int) -> None:

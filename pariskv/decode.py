@@ -14,7 +14,7 @@ A step has fixed shapes, pads with -1 and reads lengths from the device, so that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
@@ -68,10 +68,12 @@ class Batch:
 
     tokens  int64 [B, T]
     mask    bool [B, T], None where nothing is padded
+    seeds   one a row for what is drawn; None: the settings' seed in every row
     """
 
     tokens: Tensor
     mask: Tensor | None = None
+    seeds: Sequence[int] | None = None
 
     def positions(self) -> Tensor:
         """[B, T], counted from each row's first real token."""
@@ -132,7 +134,7 @@ def decode(
     runtime: RuntimeConfig = DEFAULT_RUNTIME,
 ) -> Iterator[list[int | None]]:
     """Sample from the prefill's logits and go on until every row has ended or the tokens are used up."""
-    sampler = Sampler(settings, logits.shape[0])
+    sampler = Sampler(settings, logits.shape[0], batch.seeds)
     run = make_steps(model, cache, batch, sampler, runtime, logits.device)
     active = [True] * logits.shape[0]
     sampled = sampler(logits)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,19 +20,20 @@ class Sampler:
     (`choose`) asks the host nothing, so that a CUDA graph can hold it.
     """
 
-    def __init__(self, settings: GenerationConfig, batch: int):
+    def __init__(self, settings: GenerationConfig, batch: int, seeds: Sequence[int] | None = None):
         self.temperature = settings.temperature
         self.top_p = settings.top_p
         self._seed = settings.seed
-        self._generators = [torch.Generator().manual_seed(settings.seed) for _ in range(batch)]
+        each = [settings.seed] * batch if seeds is None else seeds
+        self._generators = [torch.Generator().manual_seed(seed) for seed in each]
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Tokens [B] from logits [B, V], NOT_FINITE where they are not; temperature 0 is greedy."""
         return self.choose(logits, self.draws().to(logits.device))
 
-    def restart(self, row: int, logits: Tensor) -> Tensor:
-        """A row's first token [1] of a new request, from its logits [1, V]: drawn as for the first request."""
-        self._generators[row].manual_seed(self._seed)
+    def restart(self, row: int, logits: Tensor, seed: int | None = None) -> Tensor:
+        """A row's first token [1] of a new request, from its logits [1, V]; seed None: the configuration's."""
+        self._generators[row].manual_seed(self._seed if seed is None else seed)
         draw = torch.zeros(1, dtype=torch.float64) if self.temperature == 0 else self._draw(row)
         return self.choose(logits, draw.to(logits.device))
 

@@ -38,6 +38,7 @@ svg { display: block; width: 100%; height: auto; stroke-linejoin: round; stroke-
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .75rem .3rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th.word, td.word { text-align: left; }
+td.long { white-space: normal; min-width: 14rem; vertical-align: top; overflow-wrap: anywhere; }
 tr.sum td { font-weight: 600; }
 dt { font-weight: 600; margin-top: .5rem; }
 dd { margin: 0; color: var(--soft); }
@@ -119,7 +120,8 @@ def _table(table: Table, measures: Sequence[str]) -> Markup:
     """The table; heads that are measures lead to their definitions."""
 
     def cell(name: str, index: int, content: str) -> Markup:
-        return element(name, content, class_="word" if index in table.words else "number")
+        kind = "word" if index in table.words else "number"
+        return element(name, content, class_=f"{kind} long" if index in table.long else kind)
 
     heads = [cell("th", index, _linked(head, measures)) for index, head in enumerate(table.heads)]
     rows = []

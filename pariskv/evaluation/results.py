@@ -30,6 +30,14 @@ DEFINITIONS: Mapping[str, str] = {
     "end": "the mean of the last tenth of the positions",
     "slope": "of the least squares line through all positions",
     "needle": "a sentence with a number, hidden in repeated text; it is found where the answer has the number",
+    "score": "the mean over items of the mean score of their answers (pass@1), from 0 to 100 %",
+    "error": "the standard error of the score over items",
+    "difference": "the score less dense attention's on the same items, and its 95 % interval by the paired bootstrap",
+    "won": "items on which the retriever scores more than dense attention",
+    "lost": "items on which it scores less",
+    "p": "of McNemar's exact two-sided test: how likely wins and losses are as uneven where both are equally good",
+    "cut": "answers that reached the limit of tokens before they ended",
+    "too_long": "items whose prompt and answer do not fit the model's context: not asked, and in no score",
     "depth": "where the needle lies: 0 at the beginning of the text, 1 at its end",
 }
 """The measures in words; the formulas are in docs/metrics.md."""
@@ -40,13 +48,19 @@ OF_THE_OUTPUT = {"as_json", "plot", "report"}
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts under heads: numbers, but for the columns in `words`; the last `summed` rows sum up the others."""
+    """Rows of texts under heads: numbers, but for the columns in `words`; the last `summed` rows sum up the others.
+
+    long           columns of long texts, which a page lets go on in the next line
+    only_on_pages  too much for a terminal
+    """
 
     title: str
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
     summed: int = 0
     words: Sequence[int] = (0,)
+    long: Sequence[int] = ()
+    only_on_pages: bool = False
 
     def as_rich(self) -> RichTable:
         """The table for a terminal."""
@@ -92,7 +106,7 @@ class Results:
         if as_json:
             print(self.to_json())
         else:
-            for table in self.tables:
+            for table in (one for one in self.tables if not one.only_on_pages):
                 console.print(table.as_rich())
         if plot is not None and self.charts:
             write_charts(self.charts, plot)

@@ -103,7 +103,7 @@ class LanguageModel:
 
         Without a template the turn is the text, and nothing ends it.
         """
-        if not self._uses_template(chat) or not text:
+        if not self.uses_template(chat) or not text:
             return self._ids(text, "off"), ""
         messages = [{"role": "user", "content": text + GOES_ON}]
         whole = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -114,7 +114,8 @@ class LanguageModel:
         """Token ids of the text alone, without those that the tokenizer begins a prompt with."""
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
-    def _uses_template(self, chat: str) -> bool:
+    def uses_template(self, chat: str) -> bool:
+        """Whether `chat` (auto, on, off) puts prompts through the tokenizer's chat template."""
         has_template = getattr(self.tokenizer, "chat_template", None) is not None
         if chat == "on" and not has_template:
             raise ConfigError(f"generation.chat=on: {self.loaded.name} has no chat template; use auto or off")
@@ -123,7 +124,7 @@ class LanguageModel:
     def _ids(self, prompt: str, chat: str) -> list[int]:
         if not prompt:
             return []
-        if not self._uses_template(chat):
+        if not self.uses_template(chat):
             return list(self.tokenizer(prompt).input_ids)
         messages = [{"role": "user", "content": prompt}]
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

@@ -36,10 +36,14 @@ MEMORY_ERRORS = (CapacityError, MemoryError, torch.OutOfMemoryError)
 
 @dataclass(frozen=True)
 class Ask:
-    """A request: token ids of its prompt, and how many new tokens it gets at most."""
+    """A request: token ids of its prompt, how many new tokens it gets at most, the seed of its sampling.
+
+    seed  None: the configuration's
+    """
 
     tokens: Sequence[int]
     max_new_tokens: int
+    seed: int | None = None
 
 
 @dataclass
@@ -119,7 +123,8 @@ class Batching:
         return prefill(self.model, cache, batch, ask.max_new_tokens, self.chunk(len(ask.tokens)))
 
     def _batch(self, ask: Ask) -> Batch:
-        return self.model.batch_of([ask.tokens])
+        batch = self.model.batch_of([ask.tokens])
+        return batch if ask.seed is None else replace(batch, seeds=[ask.seed])
 
 
 class _Running:
@@ -175,7 +180,7 @@ class _Running:
         ask = self._ask(index)
         single, batch = self.owner.new_cache(), self.owner._batch(ask)
         logits = self.owner.read(single, batch, ask)
-        token = int(self.sampler.restart(row, logits))
+        token = int(self.sampler.restart(row, logits, ask.seed))
         refuse_not_finite([token], 0)
         answer = Answer(index, [token], token in self.model.eos_ids)
         if not self._is_done(answer):

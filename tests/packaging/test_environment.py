@@ -25,9 +25,13 @@ def pins() -> dict[str, str]:
     return {match[1]: match[2] for match in matches if match}
 
 
+LARGE = {"eval", "ray"}
+"""Extras that the development environment leaves out: 80 MB and more that few tests need."""
+
+
 def wanted() -> list[str]:
     extras = PROJECT["optional-dependencies"]
-    lines = [*PROJECT["dependencies"], *(line for extra in extras.values() for line in extra)]
+    lines = [*PROJECT["dependencies"], *(line for name in extras if name not in LARGE for line in extras[name])]
     return [line for line in lines if not line.startswith("pariskv[")]
 
 
