@@ -154,11 +154,12 @@ class ParisCache(Cache):
         if tokens_to_remove > 0:
             raise ValueError(f"crop: wanted the tokens to remove as a negative number, got {tokens_to_remove}")
         self.request.settle()
+        columns = self.get_seq_length() + tokens_to_remove
         for row, tokens in enumerate(self.request.lengths):
             self.request.crop(row, max(0, tokens + tokens_to_remove))
         for layer in self._stock:
             layer.crop(tokens_to_remove)
-        self._set_columns(self.get_seq_length() + tokens_to_remove)
+        self._set_columns(max(0, columns))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row b hold what row beam_idx[b] did; only what the two do not have in common is copied."""

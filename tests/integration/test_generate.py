@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from pariskv_plugins.resident import ResidentStore
 from pre_rope import PreRope, offered, projected_keys
 from tiny_models import SIZES, dense_generate, language_model, prompt, tiny_model
 
@@ -17,12 +18,8 @@ from pariskv.decode import Batch, decode, prefill
 from pariskv.errors import BindingError, ModelError
 from pariskv.integrations.transformers import paris_mask
 
-CONFIG = parse_config(
-    {
-        "layers": {"default": {"candidates": 1.0, "top_k": 4000}},
-        "window": {"sink": 4, "local": 8, "update_interval": 8, "dense_below": 0},
-    }
-)
+WINDOW_OF_8 = {"sink": 4, "local": 8, "update_interval": 8, "dense_below": 0}
+CONFIG = parse_config({"layers": {"default": {"candidates": 1.0, "top_k": 4000}}, "window": WINDOW_OF_8})
 
 
 def generate(model: Any, ids: torch.Tensor, cache: ParisCache, new: int = 30, **more: Any) -> torch.Tensor:
@@ -214,12 +211,109 @@ def test_two_caches_of_one_model_do_not_mix() -> None:
     torch.testing.assert_close(torch.stack(got), torch.stack(want), rtol=0, atol=1e-5)
 
 
-def test_beams_and_assisted_decoding_are_refused_with_a_reason() -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_beam_search_finds_the_beams_of_dense_attention(family: str, rows: int) -> None:
+    """All rows of the zone are fetched, so that the beams are those of transformers' own cache."""
+    model, ids = tiny_model(family), prompt(60, batch=rows)
+    model.set_attn_implementation("eager")
+    arguments = {"num_beams": 3, "do_sample": False, "max_new_tokens": 30, "min_new_tokens": 30, "pad_token_id": 0}
+    want = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+    got = generate(model, ids, ParisCache(model, CONFIG), num_beams=3)
+    assert torch.equal(got, want)
+
+
+def test_beams_take_their_tails_with_them_and_leave_what_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once two beams are known to begin alike, only what they do not have in common is copied."""
+    copied: list[int] = []
+    update = ResidentStore.append
+
+    def counting(self: ResidentStore, keys: torch.Tensor, *more: Any) -> None:
+        copied.append(keys.shape[2])
+        update(self, keys, *more)
+
+    model = tiny_model("llama", num_hidden_layers=1)
+    cache = ParisCache(model, CONFIG)
+    with torch.no_grad():
+        cache.begin_prefill(200, 60)
+        model(prompt(200).repeat(3, 1), cache=cache)
+        cache.end_prefill()
+        monkeypatch.setattr(ResidentStore, "append", counting)
+        cache.reorder_cache(torch.tensor([0, 0, 0]))
+        first = sum(copied)
+        assert first >= 2 * 180  # nothing was known of them
+        for order in ([1, 2, 0], [2, 2, 1], [0, 0, 2], [1, 0, 2]):
+            for _ in range(8):
+                model(torch.tensor([[3], [5], [7]]), cache=cache)
+                cache.end_step()
+            cache.reorder_cache(torch.tensor(order))
+    assert sum(copied) - first < 3 * 200 + 3 * 40 * 4  # the row beside the batch once, and tails
+
+
+@pytest.mark.parametrize("retriever", ["dense", "exact", "pariskv"])
+def test_prompt_lookup_generates_what_plain_decoding_does(retriever: str) -> None:
+    """Drafts are verified as the decode steps they would have been; those that were wrong are taken back."""
+    model = tiny_model("llama", torch.float64)
+    ids = prompt(12).repeat(1, 6)  # so that there is something to look up
+    layer = {"retriever": retriever, "candidates": 1.0, "top_k": 4000}
+    config = parse_config({"layers": {"default": layer}, "window": WINDOW_OF_8})
+    want = generate(model, ids, ParisCache(model, config), new=60)
+    cache = ParisCache(model, config)
+    forwards = 0
+
+    def count(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    handle = model.register_forward_hook(count)
+    got = generate(model, ids, cache, new=60, prompt_lookup_num_tokens=5)
+    handle.remove()
+    assert torch.equal(got, want)
+    assert forwards < 60, "no draft was ever right, so nothing was verified"
+    assert cache.request.lengths == [ids.shape[1] + 59]
+
+
+def test_a_cache_goes_back_to_an_earlier_turn() -> None:
+    """crop(-n), then other tokens: as if the first had never been there. Through zone, ring and sink."""
     model = tiny_model("llama")
-    with pytest.raises(ModelError, match="beam search"):
-        generate(model, prompt(20), ParisCache(model, CONFIG), num_beams=2)
-    with pytest.raises(ValueError, match="crop"):
-        generate(model, prompt(20), ParisCache(model, CONFIG), prompt_lookup_num_tokens=3)
+    for left in (150, 100, 41, 7, 1):
+        cache, fresh = ParisCache(model, CONFIG), ParisCache(model, CONFIG)
+        generate(model, prompt(160), cache, new=20)
+        cache.crop(left - cache.get_seq_length())
+        assert cache.get_seq_length() == left
+        ids = torch.cat((prompt(160)[:, :left], prompt(30, seed=5)), dim=1)
+        assert torch.equal(generate(model, ids, cache), generate(model, ids, fresh))
+
+
+def test_a_sliding_window_goes_back_while_it_is_told_to_remember() -> None:
+    model = tiny_model("gemma3")
+    cache, fresh = ParisCache(model, CONFIG), ParisCache(model, CONFIG)
+    with torch.no_grad():
+        model(prompt(60), cache=cache)
+        cache.activate_past_recording()
+        model(prompt(9, seed=3), cache=cache)
+        cache.crop(-9)
+    ids = torch.cat((prompt(60), prompt(12, seed=4)), dim=1)
+    assert torch.equal(generate(model, ids, cache), generate(model, ids, fresh))
+
+
+@pytest.mark.parametrize("retriever", ["pariskv", "exact"])
+def test_a_turn_with_retrieved_history_is_the_decode_steps_it_stands_for(retriever: str) -> None:
+    model, turn = tiny_model("llama"), prompt(20, seed=9)
+    layer = {"retriever": retriever, "top_k": 6}
+    values = {"layers": {"default": layer}, "window": WINDOW_OF_8}
+    at_once = ParisCache(model, parse_config({**values, "prefill": {"turns": "retrieved"}}))
+    step_by_step, dense = ParisCache(model, parse_config(values)), ParisCache(model, parse_config(values))
+    with torch.no_grad():
+        for cache in (at_once, step_by_step, dense):
+            cache.begin_prefill(150, 60)
+            model(prompt(150), cache=cache)
+            cache.end_prefill()
+        got = model(turn, cache=at_once).logits
+        want = torch.cat([model(turn[:, i : i + 1], cache=step_by_step).logits for i in range(20)], dim=1)
+        whole = model(turn, cache=dense).logits
+    torch.testing.assert_close(got, want)
+    assert not torch.allclose(got, whole), "dense reading of the turn must differ, or this test shows nothing"
 
 
 def test_another_batch_on_a_used_cache_is_refused() -> None:
