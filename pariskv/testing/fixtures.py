@@ -1,7 +1,7 @@
 """Fixtures for the tests of plugins: pytest finds them wherever pariskv is installed (entry point `pytest11`).
 
 tiny_runs         a tiny Llama that generates by a configuration, beside dense attention; made once
-tiny_models       a function: a tiny random model of a family, such as "qwen3"; the names are in `pariskv.integrations.tiny`
+tiny_models       a function: a tiny random model of a family, such as "qwen3"; their names: `pariskv.integrations.tiny`
 key_distribution  each kind of keys and queries in turn, for `check_retriever` and `sample_prompt`
 """
 
