@@ -1,4 +1,5 @@
-"""The command line: `pariskv run | plan | prefix | compare | eval | calibrate | plugins | config | model | bench`.
+"""The command line: `pariskv run | plan | prefix | compare | eval | calibrate | plugins | new-plugin | config | model |
+bench`.
 
 What a user can mend is one line on standard error and exit code 2; Ctrl-C is exit code 130.
 """
@@ -12,19 +13,18 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from pariskv.bench.cli import bench_app
 from pariskv.config import Config, layer_range, load_config, parse_config, to_yaml
 from pariskv.errors import ConfigError, ParisKVError
 from pariskv.evaluation.tasks.cli import eval_app
+from pariskv.plugin_cli import new_plugin, plugins
 from pariskv.prefix.cli import prefix_app
 from pariskv.units import parse_bytes, parse_tokens, with_option
 
@@ -48,6 +48,8 @@ app.add_typer(model_app, name="model")
 app.add_typer(prefix_app, name="prefix")
 app.add_typer(bench_app, name="bench")
 app.add_typer(eval_app, name="eval")
+app.command()(plugins)
+app.command()(new_plugin)
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file")]
 Overrides = Annotated[
@@ -268,23 +270,6 @@ def described_progress() -> Iterator[Any]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
-
-
-@app.command()
-def plugins(as_json: AsJson = False) -> None:
-    """List the retrievers that are installed, and what is wrong with the broken ones."""
-    from pariskv.registry import Registry
-
-    rows = Registry.load().listing()
-    keys = ("name", "distribution", "version", "stages", "format", "error")
-    if as_json:
-        print(json.dumps([{key: asdict(row)[key] for key in keys} for row in rows]))
-        return
-    table = Table(*keys)
-    for row in rows:
-        stages = ", ".join(row.stages)
-        table.add_row(row.name, row.distribution, row.version, stages, row.format or "", row.error or "")
-    wide_console().print(table)
 
 
 @config_app.command()

@@ -9,13 +9,23 @@ import torch
 
 from pariskv.errors import PluginContractError
 from pariskv.stages import stages_of, traits_of
-from pariskv.testing.case import Case, random_prompt
+from pariskv.testing.case import Case
+from pariskv.testing.distributions import DISTRIBUTIONS, Distribution, SamplePrompt, sample_prompt
 from pariskv.testing.formats import check_encode, check_fit, check_stale
 from pariskv.testing.selections import check_recall, check_selection
 from pariskv.testing.stores import check_append, check_attend, check_store
+from pariskv.testing.tiny import TinyRun, TinyRuns
 from pariskv.types import LayerInfo
 
-__all__ = ["check_retriever"]
+__all__ = [
+    "DISTRIBUTIONS",
+    "Distribution",
+    "SamplePrompt",
+    "TinyRun",
+    "TinyRuns",
+    "check_retriever",
+    "sample_prompt",
+]
 
 
 def check_retriever(
@@ -29,6 +39,7 @@ def check_retriever(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     top_k: int = 32,
+    distribution: Distribution = "normal",
     recall_floor: float | None = None,
 ) -> None:
     """Drive every stage that the retriever implements and check what the contract asks of it.
@@ -36,8 +47,9 @@ def check_retriever(
     producer      makes the codes that the retriever `reads`, where these are not its own
     lengths       zone tokens of the batch's rows, rounded up to whole blocks of the format
     top_k         more than the shortest row has, so that padding is checked
+    distribution  what the keys and queries are like
     recall_floor  least share of the true top_k (by the sum over the group of the probabilities) that
-                  coarse_select and rerank must find in random keys; None: not checked
+                  coarse_select and rerank must find; None: not checked
 
     Raises PluginContractError for the first thing that is wrong with the retriever.
     """
@@ -52,9 +64,9 @@ def check_retriever(
     made = traits if producer is None else traits_of(producer, source, type(producer).__name__)
     lengths = [ceil(length / made.block) * made.block for length in lengths]
     layer = LayerInfo(0, len(lengths), kv_heads, group, head_dim, dtype, torch.device(device), head_dim**-0.5)
-    _check(
-        Case(name, stages, traits, source, made, layer, lengths, top_k, **random_prompt(layer, lengths)), recall_floor
-    )
+    tried = sample_prompt(layer, lengths, distribution)
+    prompt = tried.keys, tried.values, tried.heads
+    _check(Case(name, stages, traits, source, made, layer, lengths, top_k, *prompt), recall_floor)
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from pariskv.errors import PluginContractError
 from pariskv.stages import Stage, Traits
+from pariskv.testing.graphs import AsksHost, no_host
 from pariskv.types import Codes, LayerInfo
 
 ONLY_READ = {"fetch": 1, "append": 2}
@@ -42,27 +44,30 @@ class Case:
 
     def call(self, stage: str, *arguments: Any) -> Any:
         """A stage's result; what it raises becomes a PluginContractError, and so does writing to its input."""
+        return self._call(stage, arguments, nullcontext())
+
+    def call_again(self, stage: str, *arguments: Any) -> Any:
+        """The same of a stage that has run before: where it declares graph_safe, it must ask the host nothing now."""
+        traits = self.traits if stage in self.stages else self.made
+        return self._call(stage, arguments, no_host() if traits.graph_safe else nullcontext())
+
+    def _call(self, stage: str, arguments: Sequence[Any], guard: AbstractContextManager[object]) -> Any:
         given = [tensor for argument in arguments[: ONLY_READ.get(stage)] for tensor in tensors_in(argument)]
         before = [tensor.clone() for tensor in given]
         try:
-            result = (self.stages.get(stage) or self.source[stage])(*arguments)
+            with guard:
+                result = (self.stages.get(stage) or self.source[stage])(*arguments)
+        except AsksHost as error:
+            raise self.wrong(
+                stage,
+                f"declares graph_safe, but {error} asks the host, which a CUDA graph cannot hold; keep shapes fixed, "
+                f"mask by torch.where, leave lengths and counts on the device, or declare graph_safe = False",
+            ) from error
         except Exception as error:
             raise self.wrong(stage, f"raised {type(error).__name__}: {error}") from error
         if not all(same_bits(old, tensor) for old, tensor in zip(before, given, strict=True)):
             raise self.wrong(stage, "changes its input; work on a copy")
         return result
-
-
-def random_prompt(layer: LayerInfo, lengths: list[int]) -> dict[str, Tensor]:
-    """Keys, values and queries from a fixed seed; the keys are laid out as a projection leaves them."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).to(layer.device, layer.dtype)
-
-    rows = (layer.batch, max(lengths, default=0), layer.kv_heads, layer.head_dim)
-    heads = normal(layer.batch, layer.kv_heads, layer.group, layer.head_dim)
-    return {"keys": normal(*rows).transpose(1, 2), "values": normal(*rows).transpose(1, 2), "heads": heads}
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

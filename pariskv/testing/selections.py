@@ -45,6 +45,9 @@ def _query(case: Case, state: Tensors, rows: Sequence[int]) -> Query:
         for name, tensor in encoded.items():
             if tensor.dim() == 0 or tensor.shape[0] != len(rows):
                 raise case.wrong("encode_query", f"{name} is {list(tensor.shape)}; the first axis must be the rows")
+        again = case.call_again("encode_query", heads, state_of(state, rows))
+        if any(not same_bits(tensor, again[name]) for name, tensor in encoded.items()):
+            raise case.wrong("encode_query", "gives something else for the same queries; seed its own torch.Generator")
     return Query(heads, encoded, case.layer.scaling, case.layer.softcap, steady_of(case, heads))
 
 
@@ -80,7 +83,7 @@ def _scattered(case: Case) -> Selection:
 def _checked(case: Case, stage: str, arguments: tuple[Any, ...], lengths: list[int]) -> Selection:
     """A stage's selection, once it is well formed and the same when asked again."""
     selection: Selection = case.call(stage, *arguments)
-    again: Selection = case.call(stage, *arguments)
+    again: Selection = case.call_again(stage, *arguments)
     _check_form(case, stage, selection, arguments[-1])
     if not same_bits(selection.indices, again.indices):
         raise case.wrong(stage, "gives another selection for the same query; seed a torch.Generator of its own")

@@ -102,7 +102,8 @@ def _check_fetch(case: Case, store: Store) -> None:
     width = selection.indices.shape[-1]
     buffer = case.keys.new_full((layer.batch, layer.kv_heads, GUARD + width, 2, layer.head_dim), float("nan"))
     slots = buffer[:, :, GUARD:]
-    selected: Selected = case.call("fetch", selection, store, slots)
+    case.call("fetch", selection, store, slots)
+    selected: Selected = case.call_again("fetch", selection, store, slots)
     if not bool(buffer[:, :, :GUARD].isnan().all()):
         raise case.wrong("fetch", "writes to rows in front of its slots; write to slots[:, :, k] only")
     if tuple(selected.valid.shape) != (layer.batch, layer.kv_heads, width) or selected.valid.dtype != torch.bool:
@@ -170,7 +171,8 @@ def check_attend(case: Case) -> None:
     bias[:, :, 0, ::2] = -torch.inf
     working = working_set(rows, used[:steady].expand(layer.batch, -1))
     query = Query(case.heads, None, layer.scaling, layer.softcap)
-    out, lse = case.call("attend", query, working, Selected(valid, bias))
+    case.call("attend", query, working, Selected(valid, bias))
+    out, lse = case.call_again("attend", query, working, Selected(valid, bias))
 
     keys, values = rows[:, :, used].float().unbind(3)
     scores = case.heads.float() @ keys.mT * layer.scaling
@@ -198,7 +200,7 @@ def check_append(case: Case) -> None:
         working = working_set(rows, torch.zeros(layer.batch, sink + ring, dtype=torch.bool), sink)
         working.length.fill_(length)
         working.active[1:] = False
-        case.call("append", keys, values, working)
+        (case.call_again if length else case.call)("append", keys, values, working)
         slot = length if length < sink else sink + (length - sink) % ring
         if not torch.equal(rows[0, :, slot], torch.stack((keys, values), dim=3)[0, :, 0]):
             raise case.wrong("append", f"the token at position {length} is not in slot {slot}")

@@ -63,7 +63,7 @@ def test_python_names_what_pariskv_offers_and_files_that_exist(name: str, block:
 def test_every_command_is_listed() -> None:
     groups = {"": app, "prefix ": prefix_app, "config ": config_app, "model ": model_app, "bench ": bench_app}
     commands = [
-        f"{prefix}{command.callback.__name__}"
+        f"{prefix}{command.callback.__name__.replace('_', '-')}"
         for prefix, group in groups.items()
         for command in group.registered_commands
         if command.callback

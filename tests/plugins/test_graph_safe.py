@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,30 +11,13 @@ from pariskv_plugins.exact import COMBINE, Exact, Options
 from pariskv_plugins.paris import ParisPaper
 from pariskv_plugins.resident import Resident
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from pariskv.types import Budget, LayerInfo, Query
-
-ASKS_THE_HOST = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "bincount")
-
-
-class NoHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operators whose result, or its shape, goes through the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        by_mask = name.startswith("index") and any(
-            isinstance(index, Tensor) and index.dtype == torch.bool
-            for argument in args
-            for index in (argument if isinstance(argument, list | tuple) else [])
-        )
-        assert name not in ASKS_THE_HOST, name
-        assert not by_mask, f"{name} by a mask"
-        return func(*args, **(kwargs or {}))
-
-
-def no_host() -> AbstractContextManager[object]:
-    return cast(AbstractContextManager[object], NoHost())  # type: ignore[no-untyped-call]
+from pariskv.attention import TorchAttend
+from pariskv.errors import PluginContractError
+from pariskv.hookspecs import Retriever, hookimpl
+from pariskv.testing import check_retriever
+from pariskv.testing.graphs import AsksHost, no_host
+from pariskv.types import Budget, Codes, LayerInfo, Query, Selected, Selection, Store, Tensors, WorkingSet
 
 
 @pytest.mark.parametrize(
@@ -66,8 +48,102 @@ def test_a_step_never_asks_the_host(make: Callable[[], Any]) -> None:
     assert torch.equal(again, warmed_up)
 
 
-def test_the_guard_itself_finds_what_asks_the_host() -> None:
-    mask = torch.tensor([True, False])
-    for asks in (lambda: mask.nonzero(), lambda: bool(mask.any()), lambda: torch.ones(2)[mask]):
-        with pytest.raises(AssertionError), no_host():
-            asks()
+@pytest.mark.parametrize(
+    ("asks", "message"),
+    [
+        (lambda mask: mask.nonzero(), r"nonzero\(\)"),
+        (lambda mask: bool(mask.any()), r"a number read by item\(\), int\(\) or if"),
+        (lambda mask: torch.ones(2)[mask], "an index by a mask"),
+        (lambda mask: mask.tolist(), r"tolist\(\)"),
+    ],
+)
+def test_the_guard_itself_finds_what_asks_the_host(asks: Callable[[Tensor], object], message: str) -> None:
+    with pytest.raises(AsksHost, match=message), no_host():
+        asks(torch.tensor([True, False]))
+
+
+# `check_retriever` refuses each stage of a step that declares what it does not keep.
+
+
+class Careless(Exact):
+    """Declares graph_safe, and asks the host in one stage."""
+
+    def __init__(self, stage: str) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def ask(self, stage: str, tensor: Tensor) -> None:
+        if stage == self.stage:
+            int(tensor.sum())
+
+    @hookimpl
+    def encode_query(self, heads: Tensor, state: Tensors) -> Tensors:
+        self.ask("encode_query", heads)
+        return {"heads": heads}
+
+    @hookimpl
+    def coarse_select(self, query: Query, codes: Codes, budget: Budget) -> Selection:
+        self.ask("coarse_select", budget.count)
+        return super().coarse_select(query, codes, budget)
+
+    @hookimpl
+    def rerank(self, query: Query, selection: Selection, codes: Codes, top_k: int) -> Selection:
+        self.ask("rerank", codes.length)
+        return super().rerank(query, selection, codes, top_k)
+
+
+class CarelessStore(Resident):
+    graph_safe = True
+
+    @hookimpl
+    def fetch(self, selection: Selection, store: Store, slots: Tensor) -> Selected:
+        if selection.indices.max() < 0:
+            raise ValueError("nothing to fetch")
+        return super().fetch(selection, store, slots)
+
+
+class CarelessAttention(TorchAttend):
+    graph_safe = True
+
+    @hookimpl
+    def attend(self, query: Query, working: WorkingSet, selected: Selected | None) -> tuple[Tensor, Tensor]:
+        assert bool(working.steady.any())
+        return super().attend(query, working, selected)
+
+
+class CarelessAppend(TorchAttend):
+    graph_safe = True
+
+    @hookimpl
+    def append(self, keys: Tensor, values: Tensor, working: WorkingSet) -> None:
+        ring = working.steady.shape[1] - working.sink
+        for row, (length, is_active) in enumerate(zip(working.length.tolist(), working.active.tolist(), strict=True)):
+            slot = length if length < working.sink else working.sink + (length - working.sink) % ring
+            working.rows[row, :, slot] = torch.stack((keys, values), dim=3)[row, :, 0]
+            if is_active:
+                working.steady[row, slot] = True
+                working.length[row] += 1
+
+
+@pytest.mark.parametrize("stage", ["encode_query", "coarse_select", "rerank"])
+def test_a_stage_that_asks_the_host_must_not_declare_graph_safe(stage: str) -> None:
+    check_retriever(Careless("none"), lengths=(90, 16, 0))
+    with pytest.raises(PluginContractError, match=f"Careless.{stage}: declares graph_safe, but a number read by item"):
+        check_retriever(Careless(stage), lengths=(90, 16, 0))
+
+
+def test_so_must_no_store_and_no_attention() -> None:
+    refused: tuple[tuple[Retriever, str], ...] = (
+        (CarelessStore(), "CarelessStore.fetch: declares graph_safe, but a number read"),
+        (CarelessAttention(), "CarelessAttention.attend: declares graph_safe, but a number read"),
+        (CarelessAppend(), r"CarelessAppend.append: declares graph_safe, but tolist\(\)"),
+    )
+    for retriever, message in refused:
+        with pytest.raises(PluginContractError, match=message):
+            check_retriever(retriever, lengths=(90, 16, 0))
+
+
+def test_what_does_not_declare_it_may_ask() -> None:
+    careless = Careless("coarse_select")
+    careless.graph_safe = False
+    check_retriever(careless, lengths=(90, 16, 0))

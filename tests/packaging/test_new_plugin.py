@@ -1,0 +1,92 @@
+"""What `pariskv new-plugin` writes, treated as its author would: built, installed, checked, run, uninstalled."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fakes import registry_of
+
+from pariskv.errors import ConfigError
+from pariskv.new_plugin import FIELD, Names, create, names_of
+from tests.packaging.fresh import ROOT, Environment, build_wheel
+
+
+@pytest.fixture(scope="module")
+def plugin(installed: Environment) -> Path:
+    """The new package, written by the installed command."""
+    out = installed.run("pariskv", "new-plugin", "my-idea")
+    assert "a retriever 'my-idea' that works" in out
+    return installed.home / "pariskv-my-idea"
+
+
+def test_it_is_complete(plugin: Path) -> None:
+    files = {path.relative_to(plugin).as_posix() for path in plugin.rglob("*") if path.is_file()}
+    assert files == {
+        ".github/workflows/ci.yml",
+        ".gitignore",
+        "CHANGELOG.md",
+        "README.md",
+        "my-idea.yaml",
+        "pyproject.toml",
+        "src/pariskv_my_idea/__init__.py",
+        "src/pariskv_my_idea/py.typed",
+        "src/pariskv_my_idea/retriever.py",
+        "tests/test_retriever.py",
+    }
+    texts = [path.read_text(encoding="utf-8") for path in plugin.rglob("*") if path.is_file()]
+    assert not [text for text in texts if FIELD.search(text)]
+
+
+def test_it_passes_ruff_untouched(plugin: Path) -> None:
+    for command in (["check"], ["format", "--check"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "."]
+        done = subprocess.run(ruff, cwd=plugin, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_it_is_installed_passes_its_tests_and_mypy_and_goes_away(plugin: Path, installed: Environment) -> None:
+    installed.install(build_wheel(plugin, plugin / "dist"))
+    described = json.loads(installed.run("pariskv", "plugins", "my-idea", "--json"))
+    assert described["distribution"] == "pariskv-my-idea"
+    assert described["stages"] == ["allocate_codes", "encode", "coarse_select"]
+    assert [option["name"] for option in described["options"]] == ["combine"]
+    assert "my-idea.yaml: fine" in installed.run("pariskv", "config", "validate", "my-idea.yaml", cwd=plugin)
+
+    passed = installed.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=plugin)
+    assert "9 passed" in passed
+    # With a cache that stays, only the first run reads all of torch.
+    cache = ROOT / ".mypy_cache" / "new-plugin"
+    assert "Success" in installed.run("python", "-m", "mypy", "--cache-dir", cache, cwd=plugin)
+
+    installed.pip("uninstall", "--yes", "pariskv-my-idea")
+    gone = installed.run("pariskv", "plugins", "my-idea", check=False)
+    assert "unknown retriever 'my-idea'" in gone
+
+
+@pytest.mark.parametrize("name", ["", "My-Idea", "my_idea", "1st", "my--idea", "auto", "../x"])
+def test_a_name_that_cannot_be_one_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="wanted lower-case letters and digits, words joined by hyphens"):
+        names_of(name, registry_of())
+
+
+def test_a_name_that_is_taken_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"new-plugin coarse: pariskv .* offers a retriever of that name"):
+        names_of("coarse", registry_of())
+
+
+def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "pariskv-my-idea"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match="pariskv-my-idea: is there already; remove it, or choose another --into"):
+        create(Names("my-idea"), tmp_path)
+    assert list(folder.iterdir()) == []
+
+
+def test_names_of_several_words() -> None:
+    names = Names("random-walk-2")
+    assert (names.distribution, names.package) == ("pariskv-random-walk-2", "pariskv_random_walk_2")
+    assert names.class_name == "RandomWalk2"
