@@ -5,6 +5,7 @@ No warp intrinsics, so that the same code runs in Numba's simulator.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,15 @@ def fp16_to_float(bits):
     return -magnitude if wide & 0x8000 else magnitude
 
 
+@cuda.jit(device=True)
+def joined(highest, mass, other_highest, other_mass):
+    """Of two sets of scores together: the highest, and the sum of exp(score - highest); 0 where all are -inf."""
+    top = max(highest, other_highest)
+    if top == -math.inf:
+        return top, np.float32(0)
+    return top, np.float32(mass * math.exp(highest - top) + other_mass * math.exp(other_highest - top))
+
+
 WARP = 32
 EVERYBODY = 0xFFFFFFFF
 
@@ -90,6 +100,18 @@ if config.ENABLE_CUDASIM:
         return warps[0]
 
     @cuda.jit(device=True)
+    def exchanged(value, shared, thread, step):
+        """The value of the thread `thread ^ step` of the same warp. All threads of the block must get here.
+
+        step    a power of two below WARP
+        shared  of the value's type, an entry for each thread; holds anything before and after
+        """
+        cuda.syncthreads()
+        shared[thread] = value
+        cuda.syncthreads()
+        return shared[thread ^ step]
+
+    @cuda.jit(device=True)
     def scan(values, thread, threads):
         """Inclusive sums over a block: values[t] becomes values[0] + ... + values[t], and so does what is returned.
 
@@ -106,6 +128,11 @@ if config.ENABLE_CUDASIM:
         return values[thread]
 
 else:
+
+    @cuda.jit(device=True)
+    def exchanged(value, shared, thread, step):
+        """As in the simulator, within the warp: `shared` is not touched."""
+        return cuda.shfl_xor_sync(EVERYBODY, value, step)
 
     @cuda.jit(device=True)
     def warp_max(value):

@@ -12,7 +12,7 @@ from pariskv_kernels.combine import naive
 from pariskv_kernels.combine.naive import COMBINE
 from pariskv_kernels.cpu import is_compiled_for
 from pariskv_kernels.launch import is_on_gpu
-from pariskv_kernels.rerank import check_estimates, estimate_scores_by_head
+from pariskv_kernels.rerank import check_estimates, estimate_scores_by_head, runs_on_gpu
 
 __all__ = ["COMBINE", "combine_estimates", "combine_scores"]
 
@@ -61,14 +61,14 @@ def combine_estimates(
 
     rotated [B, H, G, P], codes [B, H, N, P / 2], weights [B, H, N, S], indices [B, H, C]; returns [B, H, C]
     """
-    gpu = weights.shape[-1] % 2 == 0 and is_on_gpu(rotated, codes, weights, indices, offset, steady)
+    gpu = runs_on_gpu(rotated, codes, weights, indices, offset, steady)
     if not gpu or how == "max_logit" or indices.shape[-1] == 0:
         products = estimate_scores_by_head(rotated, codes, weights, indices)
         return combine_scores(products, offset, steady, how, scaling, softcap)
     check_estimates(rotated, codes, weights, indices, by_head=True)
     _check(offset, steady, how, rotated.shape[:3])
     from pariskv_kernels.combine.cuda import combine_by_sums
-    from pariskv_kernels.rerank.cuda import estimate_and_sum
+    from pariskv_kernels.rerank.cuda_group import estimate_and_sum
 
     products, sums = estimate_and_sum(rotated, codes, weights, indices, offset, scaling, softcap)
     return combine_by_sums(products, offset, steady, sums, how, scaling, softcap)

@@ -10,7 +10,7 @@ from numba import cuda
 from torch import Tensor
 
 from pariskv_kernels.combine.naive import COMBINE
-from pariskv_kernels.device import block_max, block_sum
+from pariskv_kernels.device import WARP, block_max, block_sum, exchanged, joined
 from pariskv_kernels.launch import blocks_for, launch
 from pariskv_kernels.specialise import static, template
 
@@ -20,8 +20,8 @@ MOST_PARTS = 64
 ITEMS = 4
 """Candidates of a thread of a part, where the row is not too long for that."""
 
-LANES = 8
-"""Threads that add up the parts of one head."""
+LOADS = 4
+"""Parts that a thread asks for before it uses the first."""
 
 NOTHING = np.float32(-math.inf)
 
@@ -58,8 +58,8 @@ def combine_by_sums(
     """The same for sums [B, H, G, parts, 2] that are there: the highest score of a part, the sum of exp(score - it)."""
     batch, heads, group, num = products.shape
     combined = torch.empty(batch, heads, num, dtype=torch.float32, device=products.device)
-    kernel = combine(THREADS=threads, GROUP=group, CAPPED=softcap is not None, HOW=COMBINE.index(how), LANES=LANES)
-    grid = (max(1, min(blocks_for(num, threads), 65535)) if num else 0, heads, batch)
+    kernel = combine(THREADS=threads, GROUP=group, CAPPED=softcap is not None, HOW=COMBINE.index(how), LOADS=LOADS)
+    grid = blocks_for(num, threads), heads, batch
     numbers = np.float32(scaling), np.float32(softcap or 0)
     launch(kernel, grid, threads, products, offset, steady, sums, combined, *numbers)
     return combined
@@ -98,46 +98,46 @@ def sum_part(products, offset, sums, scaling, softcap):
 
 @template
 def combine(products, offset, steady, sums, combined, scaling, softcap):
-    """Some threads of each head add up its parts, one adds those, then every thread has candidates of its own."""
-    highest = cuda.shared.array(GROUP * LANES, np.float32)
-    total = cuda.shared.array(GROUP * LANES, np.float32)
+    """A candidate for each thread; while its products are on their way, a warp adds up the parts of a head."""
+    exchange = cuda.shared.array(THREADS, np.float32)
     whole = cuda.shared.array(GROUP, np.float32)
     thread, h, b = cuda.threadIdx.x, cuda.blockIdx.y, cuda.blockIdx.z
-    num = products.shape[3]
+    lane, num, parts = thread % WARP, products.shape[3], sums.shape[3]
+    own = cuda.blockIdx.x * THREADS + thread
+    for g in static(GROUP):
+        score[g] = products[b, h, g, min(own, num - 1)]
     if HOW > 0:
-        for i in range(thread, GROUP * LANES, THREADS):
+        # The same number of rounds for all warps; those without a head of their own look at the last one again.
+        for start in range(0, GROUP, THREADS // WARP):
+            g = min(start + thread // WARP, GROUP - 1)
             top, mass = NOTHING, np.float32(0)
-            for part in range(i % LANES, sums.shape[3], LANES):
-                top = max(top, sums[b, h, i // LANES, part, 0])
-            for part in range(i % LANES, sums.shape[3], LANES):
-                if sums[b, h, i // LANES, part, 0] > NOTHING:
-                    mass += sums[b, h, i // LANES, part, 1] * math.exp(sums[b, h, i // LANES, part, 0] - top)
-            highest[i], total[i] = top, mass
+            for first in range(lane, parts, WARP * LOADS):
+                for i in static(LOADS):
+                    highest[i] = sums[b, h, g, min(first + i * WARP, parts - 1), 0]
+                    total[i] = sums[b, h, g, min(first + i * WARP, parts - 1), 1]
+                for i in static(LOADS):
+                    if first + i * WARP < parts:
+                        top, mass = joined(top, mass, highest[i], total[i])
+            for k in static(5):
+                other_top = exchanged(top, exchange, thread, 16 >> k)
+                other_mass = exchanged(mass, exchange, thread, 16 >> k)
+                top, mass = joined(top, mass, other_top, other_mass)
+            top, mass = joined(top, mass, steady[b, h, g], np.float32(1))
+            if lane == 0:
+                whole[g] = top + math.log(mass) if mass > 0 else np.float32(0)
         cuda.syncthreads()
-        for g in range(thread, GROUP, THREADS):
-            top = steady[b, h, g]
-            for i in range(LANES):
-                top = max(top, highest[g * LANES + i])
-            whole[g] = np.float32(0)
-            if top > NOTHING:
-                mass = np.float32(math.exp(steady[b, h, g] - top))
-                for i in range(LANES):
-                    if total[g * LANES + i] > 0:
-                        mass += total[g * LANES + i] * math.exp(highest[g * LANES + i] - top)
-                whole[g] = top + math.log(mass)
-        cuda.syncthreads()
-    for c in range(cuda.blockIdx.x * THREADS + thread, num, cuda.gridDim.x * THREADS):
-        best = NOTHING
+    best = NOTHING
+    for g in static(GROUP):
+        score[g] = np.float32((score[g] + offset[b, h, g]) * scaling)
+        if CAPPED:
+            score[g] = capped(score[g], softcap)
+        if HOW > 0:
+            score[g] = np.float32(score[g] - whole[g])
+        best = np.float32(max(best, score[g]))
+    if HOW == 1 and best > NOTHING:
+        sum_of_shares = np.float32(0)
         for g in static(GROUP):
-            score[g] = (products[b, h, g, c] + offset[b, h, g]) * scaling
-            if CAPPED:
-                score[g] = capped(score[g], softcap)
-            if HOW > 0:
-                score[g] = np.float32(score[g] - whole[g])
-            best = np.float32(max(best, score[g]))
-        if HOW == 1 and best > NOTHING:
-            sum_of_shares = np.float32(0)
-            for g in static(GROUP):
-                sum_of_shares = np.float32(sum_of_shares + math.exp(score[g] - best))
-            best = np.float32(best + math.log(sum_of_shares))
-        combined[b, h, c] = best
+            sum_of_shares = np.float32(sum_of_shares + math.exp(score[g] - best))
+        best = np.float32(best + math.log(sum_of_shares))
+    if own < num:
+        combined[b, h, own] = best

@@ -10,6 +10,9 @@ from pariskv_kernels.cpu import is_compiled_for
 from pariskv_kernels.launch import is_on_gpu
 from pariskv_kernels.rerank import naive
 
+WIDEST = 256
+"""Coordinates of the longest query that the lanes of a warp can hold, eight each."""
+
 
 def estimate_scores(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
     """Estimates of q . k for the candidates: sum over the blocks of weight x <q_b, sign x level>.
@@ -48,11 +51,17 @@ def estimate_scores_by_head(rotated: Tensor, codes: Tensor, weights: Tensor, ind
         from pariskv_kernels.rerank import cpu
 
         return cpu.estimate_scores_by_head(rotated, codes, weights, indices)
-    if weights.shape[3] % 2 == 0 and is_on_gpu(rotated, codes, weights, indices):
-        from pariskv_kernels.rerank import cuda
+    if runs_on_gpu(rotated, codes, weights, indices):
+        from pariskv_kernels.rerank import cuda_group
 
-        return cuda.estimate_scores_by_head(rotated, codes, weights, indices)
+        return cuda_group.estimate_scores_by_head(rotated, codes, weights, indices)
     return naive.estimate_scores_by_head(rotated, codes, weights, indices)
+
+
+def runs_on_gpu(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor, *others: Tensor) -> bool:
+    """The kernel for every head of a group is there and can hold what is asked for."""
+    fits = weights.shape[3] % 2 == 0 and rotated.shape[-1] <= WIDEST
+    return fits and is_on_gpu(rotated, codes, weights, indices, *others)
 
 
 def check_estimates(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor, by_head: bool = False) -> None:

@@ -18,7 +18,7 @@ from pariskv_kernels.frame import naive as frame_naive
 from pariskv_kernels.linear import MAX_WEIGHT
 from pariskv_kernels.linear import cuda as linear_kernel
 from pariskv_kernels.linear import naive as linear_naive
-from pariskv_kernels.rerank import cuda as rerank_kernel
+from pariskv_kernels.rerank import cuda_group as rerank_kernel
 from pariskv_kernels.rerank import naive as rerank_naive
 from torch import Tensor
 
@@ -150,7 +150,7 @@ def check_by_head(group: int, padded: int, m: int, n: int, num: int, device: tor
 def test_estimates_by_head_are_those_of_the_definition(
     group: int, padded: int, m: int, num: int, device: torch.device
 ) -> None:
-    check_by_head(group, padded, m, 20, num, device, threads=4)
+    check_by_head(group, padded, m, 20, num, device, threads=16)
 
 
 @needs_gpu
@@ -181,9 +181,9 @@ def check_sums(group: int, padded: int, n: int, num: int, device: torch.device, 
             )
 
 
-@pytest.mark.parametrize(("group", "padded", "num"), [(1, 16, 5), (3, 16, 40)])
+@pytest.mark.parametrize(("group", "padded", "num"), [(1, 16, 5), (3, 16, 18), (2, 64, 21)])
 def test_estimates_are_summed_on_the_way(group: int, padded: int, num: int, device: torch.device) -> None:
-    check_sums(group, padded, 20, num, device, threads=4)
+    check_sums(group, padded, 20, num, device, threads=32)
 
 
 @needs_gpu
@@ -210,7 +210,7 @@ def check_combine(group: int, num: int, device: torch.device, **how: int) -> Non
 
 @pytest.mark.parametrize(("group", "num"), [(1, 1), (3, 21)])
 def test_combined_scores_are_those_of_the_definition(group: int, num: int, device: torch.device) -> None:
-    check_combine(group, num, device, threads=8)
+    check_combine(group, num, device, threads=32)
 
 
 @needs_gpu

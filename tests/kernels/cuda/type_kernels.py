@@ -27,7 +27,8 @@ MODULES = [
     f"pariskv_kernels.{name}"
     for name in (
         "append.cuda", "attend.cuda", "collide.cuda", "combine.cuda", "encode.cuda", "frame.cuda", "gather.cuda",
-        "linear.cuda", "rerank.cuda", "select.cuda", "select.cuda_scores", "srht.cuda", "tiers.cuda",
+        "linear.cuda", "rerank.cuda", "rerank.cuda_group", "select.cuda", "select.cuda_scores", "srht.cuda",
+        "tiers.cuda",
     )
 ]  # fmt: skip
 
@@ -65,9 +66,9 @@ def calls() -> list[tuple[Any, ...]]:
         ("select.cuda_scores", "select_by_scores", torch.zeros(B, H, C), indices, K, None),
         ("select.cuda_scores", "select_by_scores", torch.zeros(B, H, 20_000), integers(B, H, 20_000), K, lengths),
         ("rerank.cuda", "estimate_scores", centre, codes, weights, indices),
-        ("rerank.cuda", "estimate_scores_by_head", group, codes, weights, indices),
-        ("rerank.cuda", "estimate_and_sum", group, codes, weights, indices, offset, 0.1, None),
-        ("rerank.cuda", "estimate_and_sum", group, codes, weights, indices, offset, 0.1, 3.0),
+        ("rerank.cuda_group", "estimate_scores_by_head", group, codes, weights, indices),
+        ("rerank.cuda_group", "estimate_and_sum", group, codes, weights, indices, offset, 0.1, None),
+        ("rerank.cuda_group", "estimate_and_sum", group, codes, weights, indices, offset, 0.1, 3.0),
         ("gather.cuda", "gather_rows", rows, integers(B, H, K), slots),
         ("gather.cuda", "gather_changed", rows, integers(B, H, K), integers(B, H, K), slots, torch.zeros(2).long()),
         ("srht.cuda", "rotate_group_mean", group, D, 42),
