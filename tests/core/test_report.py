@@ -36,7 +36,7 @@ CELLS = [
 @pytest.mark.parametrize(
     ("results", "charts", "numbers"),
     [
-        (drift.results_of(POINTS, manifest(), EVIL), 1, ["0.875", "0.825", "0.943", "-0.25000", "0.850"]),
+        (drift.results_of([POINTS], manifest(), EVIL), 1, ["0.875", "0.825", "0.943", "-0.25000", "0.850"]),
         (needle.results_of(CELLS, manifest(), EVIL), 2, ["1 of 3", "0 of 3", "2 of 12", "2,000"]),
     ],
     ids=["drift", "needle"],
@@ -58,14 +58,14 @@ def test_a_page_is_one_valid_file_with_every_number_and_chart(
 
 
 def test_texts_are_escaped_in_the_manifest_too() -> None:
-    text = page(drift.results_of(POINTS[:3], manifest(overrides=[f"a={EVIL}"]), "Drift"))
+    text = page(drift.results_of([POINTS[:3]], manifest(overrides=[f"a={EVIL}"]), "Drift"))
     read_page(text)
     assert "<script>" not in text
     assert "&lt;script&gt;" in text
 
 
 def test_heads_lead_to_definitions_in_words() -> None:
-    found = read_page(page(drift.results_of(POINTS, manifest(), "Drift")))
+    found = read_page(page(drift.results_of([POINTS], manifest(), "Drift")))
     assert "#start" in found.links
     assert DEFINITIONS["start"] in " ".join(found.texts)
 
@@ -73,7 +73,7 @@ def test_heads_lead_to_definitions_in_words() -> None:
 def test_every_measure_of_a_result_has_a_definition() -> None:
     for one in (fidelity.SUMMARY, fidelity.HEADS):
         assert set(one) <= set(DEFINITIONS)
-    for made in (drift.results_of(POINTS, {}, ""), needle.results_of(CELLS, {}, "")):
+    for made in (drift.results_of([POINTS], {}, ""), needle.results_of(CELLS, {}, "")):
         assert set(made.measures) <= set(DEFINITIONS)
 
 
@@ -104,7 +104,7 @@ def test_a_page_that_cannot_be_is_refused_before_anything_is_measured(tmp_path: 
         check_report(tmp_path / "none" / "page.html")
     (tmp_path / "folder.html").mkdir()
     with pytest.raises(ConfigError, match=r"--report .*folder\.html: cannot be written"):
-        write_page(drift.results_of(POINTS, manifest(), "Drift"), tmp_path / "folder.html")
+        write_page(drift.results_of([POINTS], manifest(), "Drift"), tmp_path / "folder.html")
 
 
 def test_rows_that_sum_up_are_told_apart() -> None:
