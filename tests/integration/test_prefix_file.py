@@ -263,7 +263,7 @@ def test_a_full_disk_is_refused_before_and_while_it_is_written_to(
     with pytest.raises(PrefixError, match=r"the prefix takes 16\.8 MB, 1\.0 MB are free there; make room"):
         write_file(tiny_disk / "a.safetensors", {}, parts)
     assert leftovers(tiny_disk) == []
-    monkeypatch.setattr(atomic, "refuse_full_disk", lambda path, size: None)  # another process was faster
+    monkeypatch.setattr(atomic, "refuse_full_disk", lambda *_: None)  # another process was faster
     with pytest.raises(PrefixError, match="cannot be written: No space left on device; nothing is left of it"):
         write_file(tiny_disk / "a.safetensors", {}, parts)
     assert leftovers(tiny_disk) == []
