@@ -106,14 +106,14 @@ class RequestState:
         self._lineage.forget(row)
         for index, layer in self.layers.items():
             layer.take_row(row, source.layers[index], source_row)
-        self._rows_changed()
+        self.request.forget_slots()
 
     def crop(self, row: int, tokens: int) -> None:
         """Forget a row's tokens from `tokens` on."""
         self._lineage.cropped(row, tokens)
         for layer in self.layers.values():
             layer.crop(row, tokens)
-        self._rows_changed()
+        self.request.forget_slots()
 
     def reorder(self, sources: Sequence[int]) -> None:
         """Let every row b hold what row sources[b] held; what the two have in common is not copied."""
@@ -125,16 +125,13 @@ class RequestState:
                 into.take_row(row_of_it, out_of, its_row, common)
                 tokens = out_of.lengths[its_row]
             self._lineage.copied(row, source, tokens)
-        self._rows_changed()
+        self.request.forget_slots()
 
     def _spare_of(self, index: int) -> LayerState:
         if index not in self._spare:
             self._spare[index] = self._new_layer(replace(self.layers[index].info, batch=1))
             self._spare[index].open_rows()
         return self._spare[index]
-
-    def _rows_changed(self) -> None:
-        self.request.forget_slots()
 
     # What a captured step asks: see `pariskv.graph`
 

@@ -13,19 +13,20 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pariskv.bench.cli import bench_app
 from pariskv.config import Config, layer_range, load_config, parse_config, to_yaml
-from pariskv.errors import ConfigError, ParisKVError
+from pariskv.errors import CapacityError, ConfigError, ParisKVError, described
 from pariskv.evaluation.tasks.cli import eval_app
 from pariskv.plugin_cli import new_plugin, plugins
 from pariskv.prefix.cli import prefix_app
+from pariskv.progress import described_progress
 from pariskv.units import parse_bytes, parse_tokens, with_option
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def run(
         _say(f"needle test: {session.model.count_tokens(question):,} tokens; the answer is {needle.answer}")
     ours = _answer(session, question, needle, as_json, dense=False)
     dense = None
-    if compare and not ours.interrupted:
+    if compare and not ours.interrupted and not ours.error:
         dense = _answer(session, question, needle, as_json, dense=True)
     if as_json:
         assert ours.report is not None
@@ -106,6 +107,8 @@ def run(
         print(json.dumps(found, ensure_ascii=False))
     else:
         _show(ours, dense)
+    if ours.error:
+        raise CapacityError(ours.error)
     if ours.interrupted or (dense is not None and dense.interrupted):
         raise typer.Exit(INTERRUPTED)
 
@@ -144,27 +147,11 @@ def _answer(session: Session, prompt: str, needle: Needle | None, quiet: bool, d
             print(text.rstrip() if started else f"{label}: {text.strip()}", end="", flush=True)
             started = True
 
-    with _progress(f"prefill ({label})") as bar:
-        run = answer(prompt, needle, on_text, bar)
+    with described_progress(until_full=True) as bar:
+        run = answer(prompt, needle, on_text, partial(bar, f"prefill ({label})"))
     if started:
         print(flush=True)
     return run
-
-
-@contextmanager
-def _progress(label: str) -> Iterator[Any]:
-    """A bar on standard error, gone once it is full; none where nobody watches."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(label, total=None)
-
-        def update(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-            if done >= total:
-                bar.stop()
-
-        yield update
 
 
 def _show(ours: Run, dense: Run | None) -> None:
@@ -260,16 +247,6 @@ def compare(
     results_of(found, manifest, title).give(wide_console(200), as_json, plot, report if found else None)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
-
-
-@contextmanager
-def described_progress() -> Iterator[Any]:
-    """A bar on standard error that says what it is about; gone in the end, none where nobody watches."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
 @config_app.command()
@@ -375,14 +352,12 @@ def _exit_code(arguments: list[str], debug: bool) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _failed("interrupted", INTERRUPTED, debug)
     except Exception as error:
-        notes = "; ".join(getattr(error, "__notes__", []))
-        where = f" ({notes})" if notes else ""
         if isinstance(error, ParisKVError):
-            return _failed(f"{error}{where}", BAD_INPUT, debug)
+            return _failed(described(error), BAD_INPUT, debug)
         # typer brings click along or depends on it, by version: its usage errors are known by what they can do.
         if hasattr(error, "format_message"):
             return _failed(error.format_message(), BAD_INPUT, debug)
-        return _failed(f"{type(error).__name__}: {error}{where}", FAILED, debug)
+        return _failed(described(error), FAILED, debug)
 
 
 def _failed(message: str, code: int, debug: bool) -> int:

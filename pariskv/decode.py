@@ -120,6 +120,7 @@ def prefill(
         logits = model.forward(batch.tokens[:, start:stop], positions[:, start:stop], mask, cache)
         if progress is not None:
             progress(stop, total)
+    refuse_prompt_logits(logits)
     cache.end_prefill()
     return logits
 
@@ -140,7 +141,7 @@ def decode(
     sampled = sampler(logits)
     for step in range(settings.max_new_tokens):
         tokens = [token if is_active else None for token, is_active in zip(sampled.tolist(), active, strict=True)]
-        refuse_not_finite(tokens, step)
+        refuse_not_finite([token != NOT_FINITE for token in tokens], f"decode step {step}")
         yield tokens
         active = [token is not None and token not in model.eos_ids for token in tokens]
         if not any(active) or step + 1 == settings.max_new_tokens:
@@ -154,15 +155,19 @@ def decode(
             raise
 
 
-def refuse_not_finite(tokens: list[int | None], step: int) -> None:
-    """Raise ModelError for a row whose logits were NaN or infinite."""
-    if NOT_FINITE in tokens:
-        where = f"decode step {step}" if step else "the prompt"
+def refuse_not_finite(is_finite: Sequence[bool], where: str) -> None:
+    """Raise ModelError for the first row of which that is not so: its logits were NaN or infinite."""
+    if not all(is_finite):
         raise ModelError(
-            f"row {tokens.index(NOT_FINITE)}: the logits after {where} are NaN or infinite, so no token can be chosen; "
-            f"look for such values in the weights or the prompt's keys, or use model.dtype=bfloat16 or float32 where "
-            f"float16 overflows"
+            f"row {list(is_finite).index(False)}: the logits after {where} are NaN or infinite, so no token can be "
+            f"chosen; look for such values in the weights or the prompt's keys, or use model.dtype=bfloat16 or float32 "
+            f"where float16 overflows"
         )
+
+
+def refuse_prompt_logits(logits: Tensor) -> None:
+    """`refuse_not_finite` of logits [B, V] after a prompt: before formats learn from its keys, which are no better."""
+    refuse_not_finite(logits.amax(dim=-1).isfinite().tolist(), "the prompt")
 
 
 class Stepper(Protocol):
@@ -244,10 +249,10 @@ def attend_layer(layer: LayerState, heads: Tensor) -> tuple[Tensor, Tensor]:
         log_sum = steady.result() if stage in pipeline.reads_steady else None
         return replace(plain, encoded=encoded.get(producer), steady=log_sum)
 
-    codes = layer.codes_of(pipeline.coarse_codes)
+    codes = layer.zone.codes_of(pipeline.coarse_codes)
     selection = pipeline.coarse_select(query("coarse_select", pipeline.coarse_codes), codes, layer.budget)
     if pipeline.rerank is not None:
-        codes = layer.codes_of(pipeline.rerank_codes)
+        codes = layer.zone.codes_of(pipeline.rerank_codes)
         selection = pipeline.rerank(query("rerank", pipeline.rerank_codes), selection, codes, pipeline.top_k)
     slots = device.working.slots[:, :, : selection.indices.shape[-1]]
     selected = pipeline.fetch(selection, layer.store, slots)
@@ -259,7 +264,7 @@ def encode_queries(layer: LayerState, heads: Tensor) -> dict[str | None, Tensors
     """The encoded queries by producer, once for each format that a stage of the layer reads."""
     read = {layer.pipeline.coarse_codes, layer.pipeline.rerank_codes}
     return {
-        encoder.name: encoder.encode_query(heads, layer.state_of(encoder.name))
+        encoder.name: encoder.encode_query(heads, layer.zone.state_of(encoder.name))
         for encoder in layer.pipeline.encoders
         if encoder.encode_query is not None and encoder.name in read
     }

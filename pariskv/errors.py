@@ -51,3 +51,11 @@ class ShapeError(ParisKVError):
 
 class CapacityError(ParisKVError):
     """The request needs more memory or more positions than there are."""
+
+
+def described(error: BaseException) -> str:
+    """An error as one line, with its notes, and its type where it is none of ours."""
+    notes = "; ".join(getattr(error, "__notes__", []))
+    kind = "" if isinstance(error, ParisKVError) else f"{type(error).__name__}: "
+    text = " ".join(f"{kind}{error}".split())
+    return f"{text} ({notes})" if notes else text

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from pariskv.attention import QUERY_BLOCK, merge, partial_attention, weaken_by_sinks
 from pariskv.errors import ModelError
-from pariskv.prompt import History, Pair, Prompt, without_the_rest
+from pariskv.pairs import Pair
+from pariskv.prompt import History, Prompt, without_the_rest
 from pariskv.types import LayerInfo, Partial, Store
 
 BLOCK = 16_384

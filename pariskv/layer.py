@@ -16,9 +16,10 @@ from pariskv.binding import LayerPipeline
 from pariskv.errors import CapacityError, ModelError
 from pariskv.history import StreamedPrompt
 from pariskv.hookspecs import Need
-from pariskv.prompt import BufferedPrompt, History, Pair, Prompt, PromptView, QueryStatistics
+from pariskv.pairs import Pair, as_batch, as_pair, split
+from pariskv.prompt import BufferedPrompt, History, Prompt, PromptView, QueryStatistics
 from pariskv.request import HEADROOM, Request
-from pariskv.types import Budget, Codes, LayerInfo, Store, Tensors
+from pariskv.types import Budget, Codes, LayerInfo, Store
 from pariskv.window import Window
 from pariskv.working import DeviceRows
 from pariskv.zone import Zone
@@ -69,14 +70,6 @@ class LayerState:
     @property
     def codes(self) -> dict[str, Codes]:
         return self.zone.codes
-
-    def codes_of(self, name: str | None) -> Codes:
-        """The codes of a producer; of none, codes that hold nothing but the lengths."""
-        return self.zone.codes_of(name)
-
-    def state_of(self, name: str) -> Tensors:
-        """What a format learnt from the prompt; empty where it learns nothing."""
-        return self.zone.state_of(name)
 
     # The way in
 
@@ -145,7 +138,7 @@ class LayerState:
         if self.pipeline.indexes != "none" and self.request.history(self.info.batch, expected) == "store":
             streamed = StreamedPrompt(self.info, self.window.sink)
             if history:
-                held = [_as_pair(self._steady(row)) for row in range(self.info.batch)]
+                held = [as_pair(self._steady(row)) for row in range(self.info.batch)]
                 streamed.resume(history, held, self.zones, self.store)
             self.prompt = streamed
         else:
@@ -169,7 +162,7 @@ class LayerState:
         assert self.device is not None
         tokens, zone = self.lengths[row], self.zones[row]
         first = min(self.window.sink, tokens)
-        return _split(self.device.read(row, 0, first)), _split(self.device.read(row, first + zone, tokens))
+        return split(self.device.read(row, 0, first)), split(self.device.read(row, first + zone, tokens))
 
     def attend_chunk(self, query: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
         """A prompt's newest chunk attends to everything so far; then the blocks that are complete move.
@@ -254,8 +247,8 @@ class LayerState:
         starts = [self.zones[row] for row in rows]
         self.zone.reserve(max(starts) + tokens, self.planned_zone)
         pairs = [self._read(row, self.window.sink + start, tokens) for row, start in zip(rows, starts, strict=True)]
-        keys = _as_batch([keys for keys, _ in pairs])
-        self.zone.append(rows, keys, _as_batch([values for _, values in pairs]))
+        keys = as_batch([keys for keys, _ in pairs])
+        self.zone.append(rows, keys, as_batch([values for _, values in pairs]))
         if self.decoding:
             self.zone.forget_stale(rows, keys)
 
@@ -268,7 +261,7 @@ class LayerState:
         if self.prompt is not None:
             return self.prompt.read(row, start, start + tokens)
         assert self.device is not None
-        return _split(self.device.read(row, start, start + tokens))
+        return split(self.device.read(row, start, start + tokens))
 
     def _view(self, needs: frozenset[Need], rows: list[int]) -> PromptView:
         """The zones of the rows as `fit` sees them."""
@@ -282,9 +275,9 @@ class LayerState:
 
         def dense(row: int) -> Pair:
             if prompt is None:
-                return _as_pair(self._steady(row))
+                return as_pair(self._steady(row))
             tokens, first = self.lengths[row], min(window.sink, self.lengths[row])
-            return _as_pair((prompt.read(row, 0, first), prompt.read(row, first + self.zones[row], tokens)))
+            return as_pair((prompt.read(row, 0, first), prompt.read(row, first + self.zones[row], tokens)))
 
         request = self.request
         moment = request.moments.get(self.info.index)
@@ -322,7 +315,7 @@ class LayerState:
             self.device.place(row, sink + left, rows)
         if self.queries is not None:
             self.queries.crop(row, tokens)
-        self._publish()
+        self._publish([row])
 
     def _zone_of(self, row: int, tokens: int) -> int:
         """The zone that a row had when it held so many tokens."""
@@ -340,6 +333,8 @@ class LayerState:
         assert source.device is not None
         tokens, zone, sink = source.lengths[source_row], source.zones[source_row], self.window.sink
         self._make_room(self.window.ring(tokens, zone), source.device.ring)
+        if zone:
+            self.zone.reserve(zone, self.planned_zone)
         update = self.window.update
         self.zone.take_row(row, source.zone, source_row, max(0, common - sink) // update * update)
         first = min(sink, tokens)
@@ -349,16 +344,16 @@ class LayerState:
         if source.queries is not None:
             self.queries = self.queries or QueryStatistics(self.info, self.window)
             self.queries.take_row(row, source.queries, source_row)
-        self._publish()
+        self._publish([row])
 
     # Room, and what the stages read of it
 
-    def _publish(self) -> None:
-        """Tell the device what rows and zones now are: lengths, budgets, which ring slots are valid."""
+    def _publish(self, rows: Iterable[int] | None = None) -> None:
+        """Tell the device what rows (None: all) and zones now are: lengths, budgets, which ring slots are valid."""
         self.zone.publish(self.active_rows)
         assert self.device is not None
-        for row, (tokens, zone) in enumerate(zip(self.lengths, self.zones, strict=True)):
-            self.device.publish(row, tokens, zone)
+        for row in range(self.info.batch) if rows is None else rows:
+            self.device.publish(row, self.lengths[row], self.zones[row])
 
     def _keep_a_free_slot(self) -> None:
         """Grow a ring that is full: only where nothing leaves it, or where the request outlives its plan."""
@@ -413,19 +408,3 @@ def _as_integers(flags: list[Tensor]) -> Sequence[Tensor]:
     if len({flag.shape for flag in flags}) == 1:
         return torch.stack(flags).int().unbind()
     return [flag.int() for flag in flags]
-
-
-def _split(rows: Tensor) -> Pair:
-    """Rows [H, n, 2, D] as keys and values [H, n, D]."""
-    return rows[:, :, 0], rows[:, :, 1]
-
-
-def _as_pair(pieces: Iterable[Pair]) -> Pair:
-    """Keys and values [H, n, D] of the pieces, one after the other."""
-    keys, values = zip(*pieces, strict=True)
-    return torch.cat(keys, dim=1), torch.cat(values, dim=1)
-
-
-def _as_batch(rows: list[Tensor]) -> Tensor:
-    """Rows as one tensor [R, ...]; a single row, a prompt's usual case, is not copied."""
-    return rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)

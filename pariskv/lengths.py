@@ -21,14 +21,20 @@ def refuse_attended_prompt(config: Config, tokens: int, what: str = "the prompt"
         )
 
 
-def refuse_beyond_context(
-    config: Config, context: int | None, tokens: int, steps: int, what: str = "the prompt"
-) -> None:
-    """Raise CapacityError where the model has no positions for a prompt and the steps after it.
+def is_beyond_context(config: Config, context: int | None, tokens: int, steps: int) -> bool:
+    """Whether the model has no positions for a prompt and the steps after it, and the configuration minds.
 
     context  tokens that the model was made for, None where nobody knows
     """
-    if context is not None and not config.model.allow_beyond_context and tokens + steps > context:
+    return context is not None and not config.model.allow_beyond_context and tokens + steps > context
+
+
+def refuse_beyond_context(
+    config: Config, context: int | None, tokens: int, steps: int, what: str = "the prompt"
+) -> None:
+    """Raise CapacityError where a prompt and the steps after it are `is_beyond_context`."""
+    if is_beyond_context(config, context, tokens, steps):
+        assert context is not None
         raise CapacityError(
             f"{what} has {tokens} tokens and {steps} are decoded after it, but the model's context is {context}; "
             f"give it {max(0, context - steps)} at most, or set model.allow_beyond_context=true"

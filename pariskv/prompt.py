@@ -17,14 +17,12 @@ from torch import Tensor
 
 from pariskv.attention import dense_attention
 from pariskv.errors import BindingError, ModelError
+from pariskv.pairs import Pair
 from pariskv.types import RECENT_QUERIES, LayerInfo, Prefill, Rotary, Store
 from pariskv.window import Window
 
 History = Literal["buffer", "store"]
 """Where a prompt's earlier chunks are while it is read: all in a buffer on the device, or in the store."""
-
-Pair = tuple[Tensor, Tensor]
-"""Keys and values of the same tokens."""
 
 TOKENS_AT_ONCE = 4096
 """Tokens of a row that `fit` sees in a block, about: whole updates, counted from the zone's first token."""

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from pariskv.config import Config, RuntimeConfig, load_config, to_dict
 from pariskv.decode import Batch, DecodeCache, Progress, decode, generate, prefill
-from pariskv.errors import CapacityError, ConfigError
+from pariskv.errors import CapacityError, ConfigError, described
 from pariskv.graph import capture_reason
+from pariskv.lengths import is_beyond_context
 from pariskv.needle import Needle, needle_prompt
 from pariskv.planner import chunk_for
 from pariskv.report import Report
@@ -33,6 +34,7 @@ class Run:
     decode_seconds: float = 0.0
     steps: int = 0
     interrupted: bool = False
+    error: str = ""  # why it ended early for want of memory, with the tokens that there were by then
     report: Report | None = None
 
 
@@ -198,6 +200,10 @@ class Session:
                 on_text(text.push(token))
         except KeyboardInterrupt:
             run.interrupted = True
+        except CapacityError as error:
+            if not run.tokens:
+                raise
+            run.error = described(error)
         run.text = text.text
         return run
 
@@ -224,8 +230,9 @@ class Session:
     def refuse_beyond_context(self, prompt_tokens: int, new_tokens: int | None = None) -> None:
         """Raise CapacityError where prompt and new tokens, by default those of the configuration, are too many."""
         context, new = self.model.context_length, new_tokens or self.config.generation.max_new_tokens
-        if context is None or self.config.model.allow_beyond_context or prompt_tokens + new <= context:
+        if not is_beyond_context(self.config, context, prompt_tokens, new):
             return
+        assert context is not None
         room = context - prompt_tokens
         remedy = f"lower generation.max_new_tokens to {room}" if room > 0 else "shorten the prompt"
         raise CapacityError(
@@ -257,4 +264,5 @@ class Session:
 def run_to_dict(run: Run, config: Config) -> dict[str, object]:
     """What `pariskv run --json` prints of a run."""
     assert run.report is not None
-    return {**run.report.to_dict(), "config": to_dict(config)}
+    error = {"error": run.error} if run.error else {}
+    return {**run.report.to_dict(), **error, "config": to_dict(config)}

@@ -16,7 +16,8 @@ from torch import Tensor
 from pariskv.binding import Encoder, LayerPipeline
 from pariskv.errors import CapacityError, PluginContractError, ShapeError
 from pariskv.hookspecs import Need
-from pariskv.prompt import TOKENS_AT_ONCE, Pair, PromptView
+from pariskv.pairs import Pair
+from pariskv.prompt import TOKENS_AT_ONCE, PromptView
 from pariskv.types import Budget, Codes, LayerInfo, Store, Tensors
 
 View = Callable[[frozenset[Need], list[int]], PromptView]
@@ -154,7 +155,8 @@ class Zone:
         asked = [rows[i] for i in moved]
         state = {name: tensor[asked] for name, tensor in self.states[encoder.name].items()}
         then = [fitted[row] for row in asked]
-        since = [self.lengths[row] - tokens for row, tokens in zip(asked, then, strict=True)]
+        # A row that went back may hold less than it was fitted to.
+        since = [max(0, self.lengths[row] - tokens) for row, tokens in zip(asked, then, strict=True)]
         stale = encoder.is_stale(keys if len(moved) == len(rows) else keys[moved], state, then, since)
         for row, is_stale in zip(asked, stale, strict=True):
             if is_stale:
@@ -206,8 +208,7 @@ class Zone:
             return
         assert self.pipeline.update is not None
         assert source.store is not None
-        self.reserve(tokens)
-        assert self.store is not None
+        assert self.store is not None, "reserve comes first"
         if source.store.keeps_rows:
             for keys, values in source._blocks(source_row, common, tokens):
                 self.pipeline.update(keys.unsqueeze(0), values.unsqueeze(0), self.store, [row])

@@ -6,9 +6,9 @@ from typing import Any
 
 from pariskv.integrations.language_model import LanguageModel
 from pariskv.integrations.models import LoadedModel
-from pariskv.integrations.tiny import FAMILIES, SIZES, dense_generate, prompt, tiny_model
+from pariskv.integrations.tiny import FAMILIES, SIZES, dense_generate, greedy, prompt, tiny_model
 
-__all__ = ["FAMILIES", "SIZES", "dense_generate", "language_model", "prompt", "tiny_model"]
+__all__ = ["FAMILIES", "SIZES", "dense_generate", "greedy", "language_model", "prompt", "tiny_model"]
 
 
 class NoTokenizer:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pariskv.errors import ConfigError
+from pariskv.progress import described_progress
 
 if TYPE_CHECKING:
     from pariskv.bench.output import Row
@@ -239,14 +239,11 @@ class _Run:
     def show(self, rows: Iterator[Row]) -> None:
         from pariskv.bench.output import as_table, notes
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        errors = Console(stderr=True)
-        with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-            task = bar.add_task(f"bench {self.result.kind}", total=self.total)
-            for row in rows:
+        with described_progress() as show:
+            for done, row in enumerate(rows, start=1):
                 self.result.rows.append(row)
                 self._write()
-                bar.advance(task)
+                show(f"bench {self.result.kind}", done, self.total)
         console = Console()
         console = console if console.is_terminal else Console(width=200)
         console.print(as_table(self.result))

@@ -51,11 +51,12 @@ def fidelity(
     as_json: AsJson = False,
 ) -> None:
     """Along real texts, against dense attention: recall, mass, output error by layer, and the next token."""
-    from pariskv.cli import described_progress, wide_console
+    from pariskv.cli import wide_console
     from pariskv.compare import check_names, config_for
     from pariskv.evaluation.fidelity import measure_fidelity, results_of
     from pariskv.evaluation.results import manifest_of
     from pariskv.integrations.language_model import LanguageModel
+    from pariskv.progress import described_progress
     from pariskv.registry import Registry
 
     given = [f"layers.default.{key}={value}" for key, value in (("top_k", top_k), ("candidates", candidates)) if value]
@@ -97,10 +98,11 @@ def drift(
     as_json: AsJson = False,
 ) -> None:
     """Recall@100 while generation moves away from the prompt: of a model from prose to code, or of made-up keys."""
-    from pariskv.cli import described_progress, wide_console
+    from pariskv.cli import wide_console
     from pariskv.compare import check_names
     from pariskv.evaluation.drift import Synthetic, measure_drift, ratios_of, results_of
     from pariskv.evaluation.results import manifest_of
+    from pariskv.progress import described_progress
     from pariskv.registry import Registry
     from pariskv.units import parse_list
 
@@ -141,11 +143,12 @@ def needle(
     as_json: AsJson = False,
 ) -> None:
     """The needle grid: is a number found in a haystack, by length and depth, beside dense attention?"""
-    from pariskv.cli import described_progress, wide_console
+    from pariskv.cli import wide_console
     from pariskv.compare import check_names
     from pariskv.evaluation.needle import configs_of, measure_needles, results_of
     from pariskv.evaluation.results import manifest_of
     from pariskv.integrations.language_model import LanguageModel
+    from pariskv.progress import described_progress
     from pariskv.registry import Registry
     from pariskv.units import parse_list, parse_tokens
 
@@ -223,10 +226,10 @@ def _model_traces(
 
 def calibrate(config: Config, text_files: list[Path], tokens: int | None) -> None:
     """The work of `pariskv calibrate`: measure the model's queries, keep them, say where."""
-    from pariskv.cli import described_progress
     from pariskv.integrations.calibrate import TOKENS, calibrate
     from pariskv.integrations.calibration import file_of, save_calibration
     from pariskv.integrations.language_model import LanguageModel
+    from pariskv.progress import described_progress
 
     samples = [texts.read_text(file) for file in text_files] or [text() for text in texts.CALIBRATION.values()]
     model = LanguageModel.load(config)

@@ -67,12 +67,9 @@ def prompt(tokens: int, seed: int = 0, batch: int = 1) -> Tensor:
     return torch.randint(1, SIZES["vocab_size"], (batch, tokens), generator=generator)
 
 
-@torch.no_grad()
-def dense_generate(model: Any, ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What transformers itself generates greedily, by the model's own eager attention: tokens, logits [B, n, V]."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    out = model.generate(
+def greedy(model: Any, ids: Tensor, new_tokens: int, mask: Tensor | None = None, **more: Any) -> Any:
+    """What transformers' `generate` returns for `new_tokens` greedy tokens, with the logits of each."""
+    return model.generate(
         ids,
         attention_mask=torch.ones_like(ids) if mask is None else mask.long(),
         max_new_tokens=new_tokens,
@@ -81,6 +78,15 @@ def dense_generate(model: Any, ids: Tensor, new_tokens: int, mask: Tensor | None
         return_dict_in_generate=True,
         output_logits=True,
         pad_token_id=0,
+        **more,
     )
+
+
+@torch.no_grad()
+def dense_generate(model: Any, ids: Tensor, new_tokens: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What transformers itself generates greedily, by the model's own eager attention: tokens, logits [B, n, V]."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    out = greedy(model, ids, new_tokens, mask)
     model.set_attn_implementation(before)
     return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, dim=1)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pariskv.config import Config, GenerationConfig, RuntimeConfig, to_dict
-from pariskv.decode import Batch, decode
+from pariskv.decode import Batch, decode, refuse_prompt_logits
 from pariskv.errors import PrefixError
 from pariskv.prefix.file import TOKENS, VERSION, PrefixFile, write_file
 from pariskv.prefix.header import hash_tokens, refuse_mismatch
@@ -73,6 +73,7 @@ class Prefix:
                 stop = min(start + (chunk or added), held + added)
                 seen = None if mask is None else mask[:, :stop]
                 logits = model.forward(whole.tokens[:, start:stop], positions[:, start:stop], seen, self.cache)
+        refuse_prompt_logits(logits)
         self.cache.end_prefill()
         self.batch, self.logits = whole, logits
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from pariskv.config import load_config
 from pariskv.errors import ConfigError, PrefixError
+from pariskv.progress import described_progress
 
 if TYPE_CHECKING:
     from pariskv.prefix import PrefixInfo
@@ -43,7 +45,7 @@ def save(
     as_json: AsJson = False,
 ) -> None:
     """Read a text and keep what was read: keys, values, codes, and all that going on takes."""
-    from pariskv.cli import _check_names, _progress, _prompt
+    from pariskv.cli import _check_names, _prompt
     from pariskv.prefix import save_prefix
     from pariskv.session import Session
 
@@ -57,8 +59,8 @@ def save(
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: {out.parent} is no folder; make it first")
     session = Session.load(settings)
-    with _progress("prefill") as bar:
-        read = session.read_prefix([text], bar)
+    with described_progress() as show:
+        read = session.read_prefix([text], partial(show, "prefill"))
     started = time.perf_counter()
     info = save_prefix(out, read, session.model)
     seconds = time.perf_counter() - started

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pariskv.prefix.file import PrefixFile
+from pariskv.records import differences
 
 SHOWN = 3
 """Differences that a message names."""
@@ -23,30 +24,20 @@ ADVICE_ELSE = "load it with the configuration that it was saved with; `pariskv p
 
 def refuse_mismatch(file: PrefixFile, here: Mapping[str, Any]) -> None:
     """Raise PrefixError, by name, where the prefix was saved from something else than what is at hand."""
-    found = list(differences(file.header["belongs"], here))
+    found = sorted(differences(file.header["belongs"], here), key=lambda one: _order(one[0]))
     if not found:
         return
-    listed = "; ".join(f"{name}: saved {saved}, here {given}" for name, saved, given in found[:SHOWN])
+    listed = "; ".join(f"{name}: saved {_shown(saved)}, here {_shown(given)}" for name, saved, given in found[:SHOWN])
     more = f" (and {len(found) - SHOWN} differences more)" if len(found) > SHOWN else ""
     first = found[0][0]
     advice = next((text for field, text in ADVICE if first.startswith(field)), ADVICE_ELSE)
     raise file.refusal(first, f"the prefix does not belong here: {listed}{more}; {advice}, or save it again")
 
 
-def differences(saved: Any, here: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
-    """(dotted name, value in the file, value here) of every leaf that is not the same."""
-    if isinstance(saved, dict) and isinstance(here, dict):
-        for key in sorted(saved.keys() | here.keys(), key=_order):
-            inside = f"{name}.{key}" if name else str(key)
-            yield from differences(saved.get(key), here.get(key), inside)
-    elif saved != here:
-        yield name, _shown(saved), _shown(here)
-
-
-def _order(key: str) -> tuple[int, int, str]:
+def _order(name: str) -> list[tuple[int, int, str]]:
     """What explains the most first; numbers by their size."""
-    rank = FIRST.index(key) if key in FIRST else len(FIRST)
-    return rank, int(key) if key.isdecimal() else -1, key
+    parts = name.split(".")
+    return [(FIRST.index(p) if p in FIRST else len(FIRST), int(p) if p.isdecimal() else -1, p) for p in parts]
 
 
 def _shown(value: Any) -> str:

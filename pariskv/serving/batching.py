@@ -21,17 +21,14 @@ from torch import Tensor
 
 from pariskv.config import GenerationConfig, RuntimeConfig
 from pariskv.decode import Batch, Stepper, decode, make_steps, prefill, refuse_not_finite
-from pariskv.errors import CapacityError, ConfigError
-from pariskv.sampling import Sampler
+from pariskv.errors import ConfigError, ModelError, described
+from pariskv.sampling import NOT_FINITE, Sampler
 
 if TYPE_CHECKING:
     from pariskv.integrations.language_model import LanguageModel
     from pariskv.integrations.transformers import ParisCache
 
 logger = logging.getLogger(__name__)
-
-MEMORY_ERRORS = (CapacityError, MemoryError, torch.OutOfMemoryError)
-"""What a request may meet beside others, though it fits alone."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,8 @@ class Batching:
             try:
                 yield from batch.answers()
             except Exception as error:
-                logger.warning("a step of %d requests failed (%s); each is answered by itself", batch.busy, error)
+                why = described(error)
+                logger.warning("a step of %d requests failed (%s); each is answered by itself", batch.busy, why)
                 alone.extendleft(reversed(batch.requests))
             del batch
             gc.collect()  # before memory is asked for again
@@ -107,7 +105,7 @@ class Batching:
         assert ask is not None
         try:
             cache = self.new_cache()
-            batch = self._batch(ask)
+            batch = self.batch_of(ask)
             logits = self.read(cache, batch, ask)
             settings = replace(self.settings, max_new_tokens=ask.max_new_tokens)
             for (token,) in decode(self.model, cache, batch, logits, settings, self.runtime):
@@ -122,7 +120,8 @@ class Batching:
         """The prompt through the model; logits [1, V]."""
         return prefill(self.model, cache, batch, ask.max_new_tokens, self.chunk(len(ask.tokens)))
 
-    def _batch(self, ask: Ask) -> Batch:
+    def batch_of(self, ask: Ask) -> Batch:
+        """The prompt as a batch of one row."""
         batch = self.model.batch_of([ask.tokens])
         return batch if ask.seed is None else replace(batch, seeds=[ask.seed])
 
@@ -162,13 +161,9 @@ class _Running:
             index, row = self.waiting.popleft(), self.in_row.index(None)
             try:
                 answer = self._read(index, row)
-            except MEMORY_ERRORS as error:
-                if not self.busy:
-                    yield Answer(index, error=described(error))
-                else:
-                    self.alone.append(index)  # when the others are done
-            except Exception as error:
-                yield Answer(index, error=described(error))
+            except Exception as error:  # its own, or for want of memory beside the others: that shows when it is alone
+                logger.info("prompt %d is answered by itself later: %s", index, described(error))
+                self.alone.append(index)
             else:
                 if self._is_done(answer):
                     yield answer
@@ -178,10 +173,9 @@ class _Running:
     def _read(self, index: int, row: int) -> Answer:
         """Read a prompt, put it into a row, and choose its first token."""
         ask = self._ask(index)
-        single, batch = self.owner.new_cache(), self.owner._batch(ask)
+        single, batch = self.owner.new_cache(), self.owner.batch_of(ask)
         logits = self.owner.read(single, batch, ask)
         token = int(self.sampler.restart(row, logits, ask.seed))
-        refuse_not_finite([token], 0)
         answer = Answer(index, [token], token in self.model.eos_ids)
         if not self._is_done(answer):
             self._take(row, single, len(ask.tokens))
@@ -212,8 +206,8 @@ class _Running:
             if answer is None:
                 continue
             try:
-                refuse_not_finite([sampled[row]], len(answer.tokens))
-            except Exception as error:
+                refuse_not_finite([sampled[row] != NOT_FINITE], f"decode step {len(answer.tokens)}")
+            except ModelError as error:
                 answer.error = described(error)
             else:
                 answer.tokens.append(sampled[row])
@@ -229,11 +223,3 @@ class _Running:
         ask = self.asks[index]
         assert ask is not None
         return ask
-
-
-def described(error: BaseException) -> str:
-    """One line: not the error itself, whose trace would keep a failed request's memory."""
-    notes = "; ".join(getattr(error, "__notes__", []))
-    text = " ".join(str(error).split()) or type(error).__name__
-    kind = "" if type(error).__module__.startswith("pariskv") else f"{type(error).__name__}: "
-    return f"{kind}{text} ({notes})" if notes else f"{kind}{text}"

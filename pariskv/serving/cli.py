@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pariskv.config import Config
 from pariskv.errors import ConfigError
+from pariskv.progress import Show, described_progress
+
+if TYPE_CHECKING:
+    from pariskv.serving.serve import Progress
 
 SOME_FAILED = 1
 DEFAULT_BATCH = 8
@@ -38,8 +38,8 @@ def run_prompts(settings: Config, prompts: Path, rows: int, output: Path | None,
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.absolute().parent}")
     session = Session.load(settings)
-    with _progress() as progress:
-        served = answer_file(session, prompts, rows, output, resume, progress)
+    with described_progress() as show:
+        served = answer_file(session, prompts, rows, output, resume, _shown(show))
     if output is None:
         for result in served.results:
             print(json.dumps(result, ensure_ascii=False))
@@ -49,16 +49,5 @@ def run_prompts(settings: Config, prompts: Path, rows: int, output: Path | None,
         raise typer.Exit(SOME_FAILED)
 
 
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """A bar on standard error, none where nobody watches."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("prompts", total=None)
-
-        def update(done: int, total: int, failed: int) -> None:
-            what = f"prompts ({failed} failed)" if failed else "prompts"
-            bar.update(task, description=what, completed=done, total=total)
-
-        yield update
+def _shown(show: Show) -> Progress:
+    return lambda done, total, failed: show(f"prompts ({failed} failed)" if failed else "prompts", done, total)

@@ -54,9 +54,9 @@ def answer_file(
     config = to_dict(session.config)
     # Not the runtime: it changes how fast an answer comes, and what it may take.
     belongs = {"prompts": sha256_of(path), "config": {key: one for key, one in config.items() if key != "runtime"}}
-    with Journal(output, belongs, resume) as journal:
-        served = _serve(session, lines, rows, journal.done, journal, progress)
-        journal.finish()
+    journal = Journal(output, belongs, resume)
+    served = _serve(session, lines, rows, journal.done, journal, progress)
+    journal.finish()
     return served
 
 

@@ -15,6 +15,7 @@ from pariskv.config import Config
 from pariskv.integrations.language_model import LanguageModel
 from pariskv.serving.batching import Answer, Ask, Batching
 
+MORE = {name: {"layers": {"default": {"retriever": name, "top_k": 16}}} for name in ("retroinfer", "window")}
 FAMILIES = {"sliding": "gemma3", "sinks": "gpt_oss", "soft-cap": "gemma2", "norms": "qwen3"}
 
 
@@ -43,9 +44,9 @@ def a_model(family: str = "llama", dtype: torch.dtype = torch.float64, **changes
     return language_model(tiny_model(family, dtype, **changes))
 
 
-@pytest.mark.parametrize("case", [*(name for name in CASES if name not in ("ragged", "sliding")), *FAMILIES])
+@pytest.mark.parametrize("case", [*(name for name in CASES if name not in ("ragged", "sliding")), *MORE, *FAMILIES])
 def test_a_batch_gives_every_request_what_it_gets_alone(case: str) -> None:
-    model, config = a_model(FAMILIES.get(case, "llama")), config_of(case)
+    model, config = a_model(FAMILIES.get(case, "llama")), config_of(case, MORE.get(case))
     asks = asks_of([1, 90, 37, 61, 9], [20, 3, 24, 9, 1])
     together, alone = answered(model, config, 2, asks), answered(model, config, 1, asks)
     assert together == alone

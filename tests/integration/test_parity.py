@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import FAMILIES, dense_generate, language_model, prompt, tiny_model
+from tiny_models import FAMILIES, dense_generate, greedy, language_model, prompt, tiny_model
 from torch import Tensor
 
 from pariskv import ParisCache, parse_config
@@ -33,19 +33,7 @@ def covering(retriever: str = "pariskv", sink: int = SINK, local: int = LOCAL, u
 def generated(model: Any, ids: Tensor, config: Config, new: int = NEW, mask: Tensor | None = None) -> tuple[Any, Any]:
     """What `generate(cache=ParisCache)` gives, with the hidden states of every layer at every step."""
     cache = ParisCache(model, config)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids) if mask is None else mask.long(),
-        cache=cache,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        output_hidden_states=True,
-        pad_token_id=0,
-    )
-    return out, cache
+    return greedy(model, ids, new, mask, cache=cache, output_hidden_states=True), cache
 
 
 def by_our_loop(

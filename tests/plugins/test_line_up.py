@@ -13,7 +13,7 @@ import pytest
 import torch
 from fakes import importable, plugin
 from pariskv_plugins.exact import Exact
-from tiny_models import dense_generate, prompt, tiny_model
+from tiny_models import dense_generate, greedy, prompt, tiny_model
 from torch import Tensor
 
 from pariskv import ParisCache, parse_config
@@ -186,17 +186,7 @@ def watched(cache: ParisCache) -> Seen:
 def logits_of(model: Any, cache: ParisCache) -> Tensor:
     """The logits [B, NEW, V] of the three prompts as one batch, generated greedily."""
     ids, mask = padded(PROMPTS)
-    out = model.generate(
-        ids,
-        attention_mask=mask.long(),
-        cache=cache,
-        max_new_tokens=NEW,
-        min_new_tokens=NEW,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        pad_token_id=0,
-    )
+    out = greedy(model, ids, NEW, mask, cache=cache)
     return torch.stack(out.logits, dim=1)
 
 

@@ -140,12 +140,12 @@ def _manifest(arguments: dict[str, Any], config: Config, shard: Shard) -> dict[s
 
 
 def _run_here(config: Config, settings: Settings, shard: Shard, where: Path, manifest: dict[str, Any]) -> RunFolder:
-    from pariskv.cli import described_progress
     from pariskv.evaluation.cli import calibration_of
     from pariskv.evaluation.tasks.evaluation import Evaluation
     from pariskv.evaluation.tasks.folder import RunFolder, description
     from pariskv.evaluation.tasks.launch import run_here
     from pariskv.integrations.language_model import LanguageModel
+    from pariskv.progress import described_progress
 
     evaluation = Evaluation(LanguageModel.load(config), config, settings)
     used = calibration_of(evaluation.model, evaluation.configs.values())
@@ -164,9 +164,9 @@ def _run_on_cluster(
     address: str,
     workers: int | None,
 ) -> RunFolder:
-    from pariskv.cli import described_progress
     from pariskv.evaluation.tasks.cluster import Cluster, connected
     from pariskv.evaluation.tasks.folder import RunFolder
+    from pariskv.progress import described_progress
 
     data = None if settings.data is None else settings.data.absolute()
     with connected(address) as ray:

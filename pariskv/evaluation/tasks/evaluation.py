@@ -21,6 +21,7 @@ from pariskv.evaluation.tasks.answering import Prompt, answer, count_tokens, enc
 from pariskv.evaluation.tasks.catalogue import Choice, check_tasks, make_tasks
 from pariskv.evaluation.tasks.item import Item, Task
 from pariskv.evaluation.tasks.ruler.published import Haystack
+from pariskv.lengths import is_beyond_context
 from pariskv.registry import Registry
 
 if TYPE_CHECKING:
@@ -240,10 +241,7 @@ class Evaluation:
         return records
 
     def _is_too_long(self, prompt: Prompt, new_tokens: int) -> bool:
-        context = self.model.context_length
-        if context is None or self.config.model.allow_beyond_context:
-            return False
-        return len(prompt.tokens) + new_tokens > context
+        return is_beyond_context(self.config, self.model.context_length, len(prompt.tokens), new_tokens)
 
 
 def seed_of(seed: int, task: str, item: int, sample: int) -> int:

@@ -7,8 +7,7 @@ answers.jsonl   every answer of every retriever                   scores.json, r
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from pariskv.config import to_dict
 from pariskv.errors import ConfigError
 from pariskv.evaluation.tasks.evaluation import Answered, Evaluation, Key, Record
+from pariskv.records import append_lines, differing, drop_broken_line, read_lines
 
 MANIFEST, PROMPTS, ANSWERS, SCORES, REPORT = (
     "manifest.json",
@@ -108,8 +108,9 @@ class RunFolder:
         task = records[0].task
         new = {index: text for index, text in prompts.items() if (task, index) not in self._prompts}
         self._prompts |= {(task, index) for index in new}
-        _append(self.path / PROMPTS, [{"task": task, "index": index, "prompt": text} for index, text in new.items()])
-        _append(self.path / ANSWERS, [record.to_dict() for record in records])
+        rows = [{"task": task, "index": index, "prompt": text} for index, text in new.items()]
+        append_lines(self.path / PROMPTS, rows)
+        append_lines(self.path / ANSWERS, [record.to_dict() for record in records])
         self.records |= {record.key: record for record in records}
 
 
@@ -130,24 +131,6 @@ def read_answers(path: Path) -> list[Record]:
     return list({record.key: record for record in found}.values())
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines; none where there is no file."""
-    if not path.is_file():
-        return []
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
-
-
-def drop_broken_line(path: Path) -> None:
-    """Cut off the last line where its writer was stopped in the middle of it."""
-    if not path.is_file():
-        return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        os.truncate(path, whole)
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """A whole file or none."""
     beside = path.with_suffix(".part")
@@ -155,26 +138,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     beside.replace(path)
 
 
-def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    if rows:
-        with path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            file.flush()
-            os.fsync(file.fileno())
-
-
 def _refuse_other(path: Path, there: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    if different := differences(there["run"], given["run"]) or differences(there["shard"], given["shard"], "shard"):
-        shown = ", ".join(different[:4])
+    saved, asked = ({key: one[key] for key in ("run", "shard")} for one in (there, given))
+    if shown := differing(saved, asked):
         raise ConfigError(
             f"--out {path}: holds another run, which differs in {shown}; give another folder, or ask for the same again"
         )
-
-
-def differences(one: Any, other: Any, path: str = "") -> list[str]:
-    """The keys, with dots, in which plain values differ."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        keys = dict.fromkeys([*one, *other])
-        found = [differences(one.get(key), other.get(key), f"{path}.{key}".lstrip(".")) for key in keys]
-        return [name for names in found for name in names]
-    return [] if one == other else [path]

@@ -12,12 +12,10 @@ from pariskv.evaluation.tasks.folder import (
     PROMPTS,
     RunFolder,
     Shard,
-    differences,
-    drop_broken_line,
     read_answers,
-    read_lines,
     read_manifest,
 )
+from pariskv.records import differing, drop_broken_line, read_lines
 
 
 def merge(folders: Sequence[Path], out: Path) -> RunFolder:
@@ -28,10 +26,8 @@ def merge(folders: Sequence[Path], out: Path) -> RunFolder:
     manifests = [read_manifest(folder) for folder in folders]
     first = manifests[0]
     for folder, manifest in zip(folders, manifests, strict=True):
-        if different := differences(first["run"], manifest["run"]):
-            raise ConfigError(
-                f"{folder}: not of the same run as {folders[0]}; they differ in {', '.join(different[:4])}"
-            )
+        if shown := differing(first["run"], manifest["run"]):
+            raise ConfigError(f"{folder}: not of the same run as {folders[0]}; they differ in {shown}")
     _refuse_gaps(folders, [Shard.parse(manifest["shard"]) for manifest in manifests])
     tasks, retrievers = first["run"]["tasks"], first["run"]["settings"]["retrievers"]
     whole = {**first, "shard": str(Shard()), "arguments": {**first["arguments"], "shards": None}}

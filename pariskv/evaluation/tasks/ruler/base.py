@@ -46,6 +46,12 @@ class RulerTask(ABC):
         room = self.length - self.max_new_tokens
         return make(largest_fitting(lambda units: self.count_tokens(make(units)), room, self.least, self.name))
 
+    def parts(self, query: str = "") -> tuple[str, str, str]:
+        """The prompt before its context, the question behind it, and the beginning of the answer."""
+        opening, _, rest = self.prompt.partition("{context}")
+        question, mark, begun = (rest.format(query=query) if query else rest).rpartition(" Answer:")
+        return opening, question, mark + begun
+
     @abstractmethod
     def make(self, rng: random.Random, name: str, units: int) -> Item:
         """The item with so much hay; the same question and answer, however much that is."""

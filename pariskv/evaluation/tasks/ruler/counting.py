@@ -43,12 +43,11 @@ class CommonWords(RulerTask):
 
     def make(self, rng: random.Random, name: str, units: int) -> Item:
         shown, answer = _list(rng, *self.example)
-        opening, _, rest = self.prompt.partition("{context}")
-        question, _, begun = rest.partition(" Answer:")
+        opening, question, begun = self.parts()
         listed, wanted = _list(rng, self.repeats, units)
         answered = " ".join(f"{index}. {one}" for index, one in enumerate(answer, 1))
-        example = f"{opening}{shown}{rest} {answered}\n\n"
-        return Item(name, example + opening + listed, question, tuple(wanted), f" Answer:{begun}")
+        example = f"{opening}{shown}{question}{begun} {answered}\n\n"
+        return Item(name, example + opening + listed, question, tuple(wanted), begun)
 
 
 def _list(rng: random.Random, repeats: Repeats, others: int) -> tuple[str, list[str]]:
@@ -88,9 +87,8 @@ class FrequentWords(RulerTask):
         counts[:5] = [count + 5 - index for index, count in enumerate(counts[:5])]  # never as many of two
         every = [one for one, count in zip(["....", *coded[1:]], counts, strict=True) for _ in range(count)]
         random.Random(rng.random()).shuffle(every)
-        opening, _, rest = self.prompt.partition("{context}")
-        question, _, begun = rest.partition(" Answer:")
-        return Item(name, opening + " ".join(every), question, tuple(coded[1:4]), f" Answer:{begun}")
+        opening, question, begun = self.parts()
+        return Item(name, opening + " ".join(every), question, tuple(coded[1:4]), begun)
 
     def _word(self, rng: random.Random) -> str:
         return "".join(rng.choices(string.ascii_lowercase, k=self.coded_letters))

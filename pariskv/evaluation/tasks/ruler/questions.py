@@ -43,10 +43,9 @@ class Questions(RulerTask):
         order.shuffle(documents)
         position = documents.index(asked.documents[0]) / max(1, len(documents) - 1)
         text = "\n\n".join(f"Document {index}:\n{one}" for index, one in enumerate(documents, 1))
-        opening, _, rest = self.prompt.partition("{context}")
-        question, _, begun = rest.format(query=asked.text).rpartition(" Answer:")
+        opening, question, begun = self.parts(asked.text)
         place = position if len(asked.documents) == 1 else None
-        return Item(name, opening + text, question, asked.answers, f" Answer:{begun}", position=place)
+        return Item(name, opening + text, question, asked.answers, begun, position=place)
 
     def _others(self, rng: random.Random, asked: Question, count: int) -> list[str]:
         own = random.Random(rng.random())

@@ -34,10 +34,10 @@ class VariableTracking(RulerTask):
         example = self._filled(text, value)
         text, value, wanted = _chain(rng, units)
         ours = self._filled(text, value)
-        question, mark, prefix = ours.partition("\nQuestion:")
-        question, prefix = question, f"{mark}{prefix}"
-        asked, _, begun = prefix.partition(" Answer:")
-        return Item(name, f"{example} {' '.join(names)}\n\n{question}", asked, tuple(wanted), f" Answer:{begun}")
+        context, mark, rest = ours.partition("\nQuestion:")
+        question, answer, begun = rest.partition(" Answer:")
+        shown = f"{example} {' '.join(names)}\n\n{context}"
+        return Item(name, shown, mark + question, tuple(wanted), answer + begun)
 
     def _filled(self, text: str, value: str) -> str:
         return self.prompt.format(context=text, query=value, count=HOPS + 1)
