@@ -139,8 +139,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _refuse_other(path: Path, there: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    saved, asked = ({key: one[key] for key in ("run", "shard")} for one in (there, given))
-    if shown := differing(saved, asked):
+    saved, asked = ({"shard": one["shard"]} for one in (there, given))
+    if shown := differing(there["run"], given["run"]) or differing(saved, asked):
         raise ConfigError(
             f"--out {path}: holds another run, which differs in {shown}; give another folder, or ask for the same again"
         )
