@@ -11,7 +11,8 @@ from torch import Tensor
 
 from pariskv.binding import LayerPipeline
 from pariskv.config import WindowConfig
-from pariskv.layer import LayerState, count_selected
+from pariskv.counting import count_selected
+from pariskv.layer import LayerState
 from pariskv.lineage import SPARE, Lineage, moves
 from pariskv.prompt import History
 from pariskv.request import HEADROOM, ChooseHistory, Request

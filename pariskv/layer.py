@@ -7,12 +7,13 @@ Between steps rows go back (`crop`) or become another request's (`take_row`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from pariskv.binding import LayerPipeline
+from pariskv.counting import count_selected
 from pariskv.errors import CapacityError, ModelError
 from pariskv.history import StreamedPrompt
 from pariskv.hookspecs import Need
@@ -40,7 +41,7 @@ class LayerState:
         self.zone = Zone(info, pipeline, self.window.update)
         self.active_rows = [True] * info.batch
         self.columns = 0  # of the model: real tokens and padding
-        self._in_step = self._is_counted = False
+        self.in_step = self.is_counted = False
         self.steps = 0
         self.steady = 0  # sink and ring tokens attended to, summed over steps and rows
         # How often each slot held a selected row; see `count_selected`. Nobody sums it before `attended` is asked for.
@@ -107,14 +108,14 @@ class LayerState:
         """The host's part of a step; the device's is `append`, or a graph that holds it."""
         self.finish_step()
         self.columns += 1
-        self._in_step, self._is_counted = True, False
+        self.in_step, self.is_counted = True, False
 
     def finish_step(self) -> None:
         """Count the step that was appended, and move what is due: by the loop between two steps, else by the next."""
-        if not self._in_step:
+        if not self.in_step:
             return
         count_selected([self])
-        self._in_step = False
+        self.in_step = False
         self.lengths = [n + is_active for n, is_active in zip(self.lengths, self.active_rows, strict=True)]
         self.steps += 1
         self.steady += sum(self.lengths) - sum(self.zones)
@@ -390,21 +391,3 @@ class LayerState:
     @property
     def code_bytes(self) -> int:
         return self.zone.code_bytes
-
-
-def count_selected(layers: Iterable[LayerState]) -> None:
-    """Add to the layers' counters what the step selected, in a few operations for all of them together."""
-    due = [layer for layer in layers if layer._in_step and not layer._is_counted and layer.chosen is not None]
-    if due:
-        chosen = _as_integers([layer.chosen for layer in due if layer.chosen is not None])
-        counters = [layer.selected[..., : one.shape[-1]] for layer, one in zip(due, chosen, strict=True)]
-        torch._foreach_add_(counters, chosen)  # type: ignore[arg-type]  # its stub knows numbers only
-    for layer in due:
-        layer._is_counted = True
-
-
-def _as_integers(flags: list[Tensor]) -> Sequence[Tensor]:
-    """Flags [B, H, K] as int32: at once where they have one size."""
-    if len({flag.shape for flag in flags}) == 1:
-        return torch.stack(flags).int().unbind()
-    return [flag.int() for flag in flags]
