@@ -2,7 +2,7 @@
 
 Both go through `pariskv.serving.batching`, as `pariskv run --prompts` does: a prompt is read by itself either way, and
 what a batch shares are the decode steps. A step's time is the difference between a long and a short run of the same
-requests, so that neither reading nor the capture of a graph is in it.
+requests, both without reading, so that the capture of a graph is not in it either.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from pariskv.bench.output import Row, make_row
 from pariskv.bench.room import TOO_LARGE, reason, release
 from pariskv.bench.synthetic import bench_config
 from pariskv.bench.timing import require_cuda
 from pariskv.config import Config, GenerationConfig
+from pariskv.decode import Batch
 from pariskv.errors import CapacityError, ConfigError
 from pariskv.serving.batching import Answer, Ask, Batching
 
 if TYPE_CHECKING:
     from pariskv.integrations.language_model import LanguageModel
+    from pariskv.integrations.transformers import ParisCache
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,13 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Found:
-    """Seconds of the long run, and of one step of it, in which `rows` requests get a token each, on average."""
+    """Seconds of the long run, those of them that prompts were read in, and those of one step.
+
+    rows  requests that get a token in a step, on average
+    """
 
     seconds: float
+    read_s: float
     step_s: float
     rows: float
 
@@ -120,6 +127,7 @@ def _row(settings: Settings, store: str, batch: int, together: Found | str, alon
         if isinstance(found, Found):
             values |= {
                 f"{name}seconds": found.seconds,
+                f"{name}read_seconds": found.read_s,
                 f"{name}tokens_per_s": tokens / found.seconds,
                 f"{name}step_ms": 1e3 * found.step_s,
             }
@@ -160,24 +168,23 @@ class _Case:
         new = self.settings.new_tokens
         if self.model.device.type == "cuda":
             self._seconds(rows, new // 2)  # compiles the kernels
-        short, long = self._seconds(rows, new // 2), self._seconds(rows, new)
+        short, short_read = self._seconds(rows, new // 2)
+        long, long_read = self._seconds(rows, new)
         waves = -(-self.settings.requests // rows)
-        steps = waves * (new - new // 2)
-        return Found(long, (long - short) / steps, self.settings.requests / waves)
+        step = (long - long_read - short + short_read) / (waves * (new - new // 2))
+        return Found(long, long_read, step, self.settings.requests / waves)
 
-    def _seconds(self, rows: int, new_tokens: int) -> float:
-        """Of answering every request, from token ids on the host to the last new token on the host."""
-        asks = self._asks(new_tokens)
-        config = self._config(new_tokens)
-        kind = Batching if rows == 1 else _Together
-        batching = kind(self.model, lambda: self.model.new_cache(config), rows, config.generation, config.runtime)
+    def _seconds(self, rows: int, new_tokens: int) -> tuple[float, float]:
+        """Of answering every request, from token ids to the last new token on the host; and of reading the prompts."""
+        asks, config = self._asks(new_tokens), self._config(new_tokens)
+        batching = _Timed(self.model, lambda: self.model.new_cache(config), rows, config.generation, config.runtime)
         release(self.model.device)
         start = time.perf_counter()
         answers = list(batching.answers(asks))
         seconds = time.perf_counter() - start
         if failed := next((answer.error for answer in answers if answer.error), ""):
             raise CapacityError(failed)
-        return seconds
+        return seconds, batching.read_s
 
     def _asks(self, new_tokens: int) -> Sequence[Ask]:
         draw, vocabulary = random.Random(1), self.settings.sizes["vocab_size"]
@@ -191,8 +198,20 @@ class _Case:
         return replace(config, generation=GenerationConfig(max_new_tokens=new_tokens))
 
 
-class _Together(Batching):
-    """Batching that takes no request out of a batch: where one has no room there, nothing is measured."""
+class _Timed(Batching):
+    """Batching that measures how long it reads, and takes no request out of a batch where there is no room for it."""
+
+    read_s = 0.0
+
+    def read(self, cache: ParisCache, batch: Batch, ask: Ask) -> Tensor:
+        start = time.perf_counter()
+        logits = super().read(cache, batch, ask)
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)
+        self.read_s += time.perf_counter() - start
+        return logits
 
     def alone(self, asks: Sequence[Ask | None], index: int) -> Answer:
-        raise CapacityError(f"request {index} does not go into a batch of {self.rows}; the log says why")
+        if self.rows > 1:
+            raise CapacityError(f"request {index} does not go into a batch of {self.rows}; the log says why")
+        return super().alone(asks, index)

@@ -622,25 +622,23 @@ def test_batches_are_measured_beside_one_request_after_the_other() -> None:
         assert tuple(row) == FIELDS["batching"], row.get("why")
         assert (row["requests"], row["prompt_tokens"], row["new_tokens"]) == (4, 240, 8)
         assert row["tokens_per_s"] == pytest.approx(32 / row["seconds"])
+        assert 0 < row["read_seconds"] < row["seconds"]
         assert row["ratio"] == pytest.approx(row["tokens_per_s"] / row["alone_tokens_per_s"])
         assert row["step_ratio"] == pytest.approx(row["batch"] * row["alone_step_ms"] / row["step_ms"])
 
 
-def test_a_step_takes_what_the_long_run_takes_longer_than_the_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Two runs one after the other, then two of a batch: 6 steps a request more in each long one.
-    durations = iter([100.0, 148.0, 10.0, 22.0])
-    now = [0.0]
-
-    def clock() -> float:
-        now.append(now[-1] + (next(durations) if len(now) % 2 == 0 else 0.0))
-        return now[-1]
-
-    monkeypatch.setattr(batching.time, "perf_counter", clock)
+def test_a_step_takes_what_the_long_run_takes_longer_than_the_short_one_without_reading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Seconds of a run, and of reading in it: two runs one after the other, then two of a batch.
+    runs = iter([(100.0, 60.0), (158.0, 70.0), (70.0, 60.0), (72.0, 50.0)])
+    monkeypatch.setattr(batching._Case, "_seconds", lambda *arguments: next(runs))
     (row,) = batching.measure(batches(batches=(4,), new_tokens=12), CPU)
-    assert row["alone_step_ms"] == pytest.approx(1e3 * 48 / (4 * 6))
-    assert row["step_ms"] == pytest.approx(1e3 * 12 / 6)
+    assert row["alone_step_ms"] == pytest.approx(1e3 * (88 - 40) / (4 * 6))
+    assert row["step_ms"] == pytest.approx(1e3 * (22 - 10) / 6)
     assert row["step_ratio"] == pytest.approx(4.0)
-    assert row["ratio"] == pytest.approx(148 / 22)
+    assert row["ratio"] == pytest.approx(158 / 72)
+    assert (row["read_seconds"], row["alone_read_seconds"]) == (50.0, 70.0)
 
 
 def test_a_batch_without_room_says_why_and_leaves_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
