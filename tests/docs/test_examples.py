@@ -12,10 +12,9 @@ import typer
 import pariskv
 from pariskv.bench.cli import bench_app
 from pariskv.binding import bind
-from pariskv.cli import app, config_app, main, model_app
+from pariskv.cli import main
 from pariskv.config import parse_config
 from pariskv.errors import ConfigError
-from pariskv.prefix.cli import prefix_app
 from pariskv.registry import Registry
 from tests.docs.fences import ROOT, blocks, names, page
 
@@ -60,18 +59,7 @@ def test_python_names_what_pariskv_offers_and_files_that_exist(name: str, block:
             assert (ROOT / str(node.value)).is_file()
 
 
-def test_every_command_is_listed() -> None:
-    groups = {"": app, "prefix ": prefix_app, "config ": config_app, "model ": model_app, "bench ": bench_app}
-    commands = [
-        f"{prefix}{command.callback.__name__.replace('_', '-')}"
-        for prefix, group in groups.items()
-        for command in group.registered_commands
-        if command.callback
-    ]
-    assert [command for command in commands if f"| `pariskv {command}" not in page("quickstart")] == []
-
-
-def test_the_bench_commands_on_the_pages_have_the_options_they_are_given() -> None:
+def test_the_bench_commands_on_the_pages_have_their_options_and_no_others() -> None:
     commands = typer.main.get_command(bench_app).commands  # type: ignore[attr-defined]
     lines = [
         line.partition("#")[0] for name in names() for block in blocks(name, "bash") for line in block.text.split("\n")
@@ -79,8 +67,10 @@ def test_the_bench_commands_on_the_pages_have_the_options_they_are_given() -> No
     benches = [line.split()[2:] for line in lines if line.startswith("pariskv bench")]
     assert len(benches) >= 6
     for command, *words in benches:
-        options = {option for parameter in commands[command].params for option in parameter.opts}
-        assert {word for word in words if word.startswith("--")} <= options
+        given = {word for word in words if word.startswith("--")}
+        options = [parameter for parameter in commands[command].params if parameter.param_type_name == "option"]
+        assert given <= {name for option in options for name in (*option.opts, *option.secondary_opts)}
+        assert {option.opts[0] for option in options if option.required} <= given
 
 
 def test_the_config_commands_of_the_quickstart_work(
