@@ -34,7 +34,7 @@ docs: $(STAMP)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 docs-serve: $(STAMP)  ## show the documentation on http://127.0.0.1:8000, rebuilt as it is written
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 docs-browser: $(STAMP)  ## open every page of the documentation in Chromium, where that is installed
 	@command -v chromium chromium-browser google-chrome >/dev/null || { echo "there is no Chromium; on Debian and Ubuntu: apt-get install chromium" >&2; exit 1; }
