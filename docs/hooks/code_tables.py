@@ -5,21 +5,27 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterable
+from itertools import groupby, pairwise
 
 from markup import code, summary, table
 from pariskv_plugins.paris.paper import COLLIDING
 
 from pariskv.budget import AUTO_RATIOS
-from pariskv.config import describe_schema
+from pariskv.config import Row, describe_schema
 from pariskv.hookspecs import PluginSpec, Retriever, StageSpec
 from pariskv.stages import STAGES
 
 
 def schema() -> str:
-    rows = ((code(row.path), row.type, code(row.default), row.help) for row in describe_schema())
-    return table(("Key", "Type", "Default", "Meaning"), rows)
+    """A table for each section, in the order of the file."""
+    sections = groupby(describe_schema(), key=lambda row: row.path.partition(".")[0])
+    return "\n\n".join(f"### {name}\n\n{_keys(rows)}" for name, rows in sections)
+
+
+def _keys(rows: Iterable[Row]) -> str:
+    cells = ((code(row.path), row.type, code(row.default), row.help) for row in rows)
+    return table(("Key", "Type", "Default", "Meaning"), cells)
 
 
 def budget() -> str:

@@ -89,7 +89,7 @@ def declared(name: str) -> str:
         rows.append(("query heads choose apart", yes(one.selects_per_query_head)))
         rows.append(("generated tokens", GENERATED_TOKENS[one.indexes]))
     rows.append(("captured in a CUDA graph", yes(one.graph_safe)))
-    return table(("", ""), rows)
+    return table(("Declaration", "Value"), rows)
 
 
 def index_bytes() -> str:
