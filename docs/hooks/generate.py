@@ -40,8 +40,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def diagram(name: str) -> str:
-    svg = (ROOT / "docs" / "img" / name).read_text(encoding="utf-8")
-    return f'<span class="pk-scroll">{svg.strip()}</span>'
+    return (ROOT / "docs" / "img" / name).read_text(encoding="utf-8").strip()
 
 
 def parts() -> dict[str, Callable[[], str]]:

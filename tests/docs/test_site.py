@@ -207,6 +207,23 @@ def test_the_index_takes_as_many_bytes_as_the_pages_say(site: Path) -> None:
     assert "pariskv-paper pariskv-m8 56 B 112 B 224 B" in built(site, "retrievers/index").text
     assert "keys and values 256 B 512 B 1024 B" in built(site, "retrievers/index").text
     assert "| together | | 112 |" in page("paris")
+    index = built(site, "retrievers/index").text
+    found = [re.search(rf" {one} \S+ \d+ B (\d+) B", index) for one in ("pqcache", "quest", "pariskv")]
+    assert "{} and {} instead of {} bytes a token (D = 128)".format(*(match[1] for match in found if match)) in page(
+        "choose"
+    )
+
+
+def test_the_guides_quote_figures_of_the_page_that_has_their_source() -> None:
+    metrics = page("metrics")
+    rows = re.findall(r"^\| (\d+ %) \| (0.\d+) \| (0.\d+) \| (0.\d+) \|$", page("choose"), re.MULTILINE)
+    assert len(rows) == 2
+    for share, *figures in rows:
+        assert f"| 100, {share} | `pariskv` | {' | '.join(figures)} |" in metrics
+    recalls = re.findall(r"`([\w-]+)`[^`]*? (0\.\d{3})[^`]*? and (0\.\d{3})", page("long-generation"))
+    assert [name for name, _, _ in recalls] == ["pariskv", "pariskv-paper", "pqcache"]
+    for name, start, end in recalls:
+        assert re.search(rf"^\| `{name}` \| \d \| {start} \| {end} \|", metrics, re.MULTILINE)
 
 
 def test_the_docs_speak_of_pipelines_that_exist() -> None:
