@@ -22,7 +22,8 @@ MARKER = re.compile(r"<!-- generated: ([a-z0-9 -]+?) -->")
 DIAGRAM = re.compile(r'<img alt="([^"]*)" src="[^"]*img/([\w-]+\.svg)"\s*/?>')
 
 # The checkout's own code is documented, whether or not it is installed.
-sys.path[:0] = [str(ROOT / folder) for folder in ("", "plugins", "kernels") if str(ROOT / folder) not in sys.path]
+FOLDERS = ("", "plugins", "kernels", "docs/hooks")
+sys.path[:0] = [str(ROOT / folder) for folder in FOLDERS if str(ROOT / folder) not in sys.path]
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -142,6 +143,18 @@ def hooks() -> str:
     return table(("Hook", "Arguments", "Returns", "Meaning"), rows)
 
 
+def hook_reference() -> str:
+    import hook_reference
+
+    return str(hook_reference.reference())
+
+
+def hook_api() -> str:
+    import hook_reference
+
+    return str(hook_reference.api())
+
+
 def arguments(function: Callable[..., object]) -> str:
     return ", ".join(list(inspect.signature(function).parameters)[1:])
 
@@ -189,6 +202,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "index bytes": index_bytes,
     "budget": budget,
     "hooks": hooks,
+    "hook reference": hook_reference,
+    "hook api": hook_api,
     "traits": traits,
     "changelog": changelog,
     **{f"bench {name}": partial(measured, name) for name in MEASURED},

@@ -13,6 +13,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from pariskv.errors import ConfigError
+from pariskv.hookspecs import HOOK_API
 from pariskv.registry import RESERVED, Registry, own_version
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -60,6 +61,7 @@ class Names:
             "exported": "\n    ".join(f"{name}," for name in self.exported),
             "exported_names": "\n    ".join(f'"{name}",' for name in self.exported),
             "name": self.name,
+            "hook_api": str(HOOK_API),
             "distribution": self.distribution,
             "package": self.package,
             "class_name": self.class_name,

@@ -31,7 +31,7 @@ def test_projections_keep_inner_products() -> None:
 
 
 def test_no_directions_are_refused() -> None:
-    with pytest.raises(ConfigError, match="directions=0; set it to 1 or more"):
+    with pytest.raises(ConfigError, match="directions=0, wanted 1 or more"):
         RandomProjection(Options(directions=0))
 
 

@@ -9,4 +9,4 @@ __all__ = ["Options", "RandomProjection"]
 
 @hookimpl
 def register_retrievers(register: Register) -> None:
-    register("random-projection", RandomProjection, options=Options)
+    register("random-projection", RandomProjection, options=Options, api=1)

@@ -41,12 +41,10 @@ class RandomProjection(Retriever):
     combine = "sum_softmax"
 
     def __init__(self, options: Options | None = None) -> None:
-        self.options = options or Options()
-        if self.options.directions < 1:
-            raise ConfigError(
-                f"random-projection: directions={self.options.directions}; set it to 1 or more"
-            )
-        self.format = f"random-projection-{self.options.directions}"
+        self.directions = (options or Options()).directions
+        if self.directions < 1:
+            raise ConfigError(f"random-projection: directions={self.directions}, wanted 1 or more")
+        self.format = f"random-projection-{self.directions}"
 
     @hookimpl
     def allocate_codes(self, layer: LayerInfo, capacity: int) -> Codes:
@@ -54,14 +52,14 @@ class RandomProjection(Retriever):
         return Codes.empty(
             layer,
             capacity,
-            levels=CodeField((TOKENS, self.options.directions), torch.int8),
+            levels=CodeField((TOKENS, self.directions), torch.int8),
             scale=CodeField((TOKENS,), torch.float32),
         )
 
     @hookimpl
     def encode(self, keys: Tensor, values: Tensor, state: Tensors) -> Tensors:
         """Of keys [R, H, n, D]: element by element, so that any split gives the same bits."""
-        exact = project(keys.float(), self.options.directions)
+        exact = project(keys.float(), self.directions)
         scale = exact.abs().amax(-1) / LARGEST
         levels = exact / scale.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(-1)
         return {"levels": levels.round().to(torch.int8), "scale": scale}
@@ -69,7 +67,7 @@ class RandomProjection(Retriever):
     @hookimpl
     def encode_query(self, heads: Tensor, state: Tensors) -> Tensors:
         """Of the queries [B, H, G, D] the same projections, once a step."""
-        return {"projected": project(heads.float(), self.options.directions)}
+        return {"projected": project(heads.float(), self.directions)}
 
     @hookimpl
     def coarse_select(self, query: Query, codes: Codes, budget: Budget) -> Selection:

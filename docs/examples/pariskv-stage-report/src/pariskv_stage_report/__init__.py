@@ -10,4 +10,4 @@ __all__ = ["Report", "StageReport"]
 
 @hookimpl
 def register_retrievers(register: Register) -> None:
-    register.wrapper("stage-report", StageReport)
+    register.wrapper("stage-report", StageReport, api=1)
