@@ -47,6 +47,7 @@ def parts() -> dict[str, Callable[[], str]]:
     """What a marker may name."""
     import cli_reference
     import code_tables
+    import hook_reference
     import retriever_pages
 
     measured = sorted(file.stem for file in (ROOT / "docs" / "benchmarks").glob("*.json"))
@@ -55,6 +56,8 @@ def parts() -> dict[str, Callable[[], str]]:
         "budget": code_tables.budget,
         "hooks": code_tables.hooks,
         "traits": code_tables.traits,
+        "hook reference": hook_reference.reference,
+        "hook api": hook_reference.api,
         "commands": cli_reference.overview,
         "command reference": cli_reference.reference,
         "retrievers": retriever_pages.overview,

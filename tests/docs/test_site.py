@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -21,6 +22,7 @@ from pariskv.binding import LayerPipeline
 from pariskv.cli import app
 from pariskv.config import describe_schema
 from pariskv.describe import describe_retriever
+from pariskv.hookspecs import PluginSpec, StageSpec
 from pariskv.registry import Registry
 from pariskv.report import Report
 from pariskv.stages import STAGES, Traits
@@ -176,9 +178,16 @@ def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def test_every_hook_and_its_arguments_are_in_the_reference(site: Path) -> None:
-    assert {*STAGES, "register_retrievers", *Traits.__annotations__} - first_cells(site, "write-a-retriever") == set()
-    text = built(site, "write-a-retriever").text
+    assert {*STAGES, "register_retrievers", *Traits.__annotations__} - first_cells(site, "hook-reference") == set()
+    text = built(site, "hook-reference").text
     assert [stage for stage, names in STAGES.items() if f"{stage} {', '.join(names)} " not in text] == []
+
+
+def test_every_hook_has_its_whole_signature_in_the_reference(site: Path) -> None:
+    text = built(site, "hook-reference").text
+    for hook in (PluginSpec.register_retrievers, *(getattr(StageSpec, stage) for stage in STAGES)):
+        assert f"def {hook.__name__}{inspect.signature(hook)}".replace("'", "") in text
+        assert " ".join((inspect.getdoc(hook) or "").split()).replace("`", "") in text.replace("`", "")
 
 
 def test_the_api_page_has_everything_that_is_public(site: Path) -> None:
