@@ -37,8 +37,7 @@ docs-serve: $(STAMP)  ## show the documentation on http://127.0.0.1:8000, rebuil
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 docs-browser: $(STAMP)  ## open every page of the documentation in Chromium, where that is installed
-	@command -v chromium chromium-browser google-chrome >/dev/null || { echo "there is no Chromium; on Debian and Ubuntu: apt-get install chromium" >&2; exit 1; }
-	$(BIN)/python -m pytest tests/docs/test_browser.py
+	$(BIN)/python -m pytest -rs tests/docs/test_browser.py
 
 lock: $(STAMP)  ## write the installed versions into constraints.txt
 	@sed -n '/^#/p' constraints.txt > constraints.new
