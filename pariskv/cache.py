@@ -12,6 +12,7 @@ from torch import Tensor
 from pariskv.binding import LayerPipeline
 from pariskv.config import WindowConfig
 from pariskv.counting import count_selected
+from pariskv.fork import refuse_fork
 from pariskv.layer import LayerState
 from pariskv.lineage import SPARE, Lineage, moves
 from pariskv.prompt import History
@@ -127,6 +128,38 @@ class RequestState:
                 tokens = out_of.lengths[its_row]
             self._lineage.copied(row, source, tokens)
         self.request.forget_slots()
+
+    def fork(self, new_tokens: int = HEADROOM) -> RequestState:
+        """Another request that holds the same, between two steps; what is in the zones is shared with it.
+
+        new_tokens  that it will generate, to make room for
+        Raises BindingError where a store cannot be shared; then nothing has changed.
+        """
+        for layer in self.layers.values():
+            refuse_fork(layer.pipeline, layer.store)
+        other = self._like_this(new_tokens)
+        other.layers = {index: layer.fork(other.request) for index, layer in self.layers.items()}
+        other._lineage = self._lineage.copy()
+        return other
+
+    def with_rows(self, sources: Sequence[int]) -> RequestState:
+        """Another request, whose row b holds a copy of this one's row sources[b]; between two steps."""
+        other = self._like_this(self.request.new_tokens)
+        other.open_rows(replace(layer.info, batch=len(sources)) for layer in self.layers.values())
+        for row, source in enumerate(sources):
+            other.take_row(row, self, source)
+        for index, layer in self.layers.items():
+            other.layers[index].columns = layer.columns
+            other.layers[index].set_active([layer.active_rows[source] for source in sources])
+        return other
+
+    def _like_this(self, new_tokens: int) -> RequestState:
+        """An empty request of the same stages, that will go on from what this one holds."""
+        own = self.request
+        other = RequestState(self.pipelines, self._window, own.rotary, own.choose, own.moments)
+        other.request.prompt_tokens = max((layer.columns for layer in self.layers.values()), default=0)
+        other.request.new_tokens = new_tokens
+        return other
 
     def _spare_of(self, index: int) -> LayerState:
         if index not in self._spare:

@@ -15,6 +15,7 @@ from torch import Tensor
 from pariskv.binding import LayerPipeline
 from pariskv.counting import count_selected
 from pariskv.errors import CapacityError, ModelError
+from pariskv.fork import forked
 from pariskv.history import StreamedPrompt
 from pariskv.hookspecs import Need
 from pariskv.pairs import Pair, as_batch, as_pair, split
@@ -332,20 +333,41 @@ class LayerState:
         """
         assert self.device is not None
         assert source.device is not None
-        tokens, zone, sink = source.lengths[source_row], source.zones[source_row], self.window.sink
+        tokens, zone, update = source.lengths[source_row], source.zones[source_row], self.window.update
         self._make_room(self.window.ring(tokens, zone), source.device.ring)
         if zone:
             self.zone.reserve(zone, self.planned_zone)
-        update = self.window.update
-        self.zone.take_row(row, source.zone, source_row, max(0, common - sink) // update * update)
-        first = min(sink, tokens)
+        self.zone.take_row(row, source.zone, source_row, max(0, common - self.window.sink) // update * update)
+        self._take_steady(row, source, source_row)
+        self._publish([row])
+
+    def _take_steady(self, row: int, source: LayerState, source_row: int) -> None:
+        """Make a row hold another's sink and ring, whose zone it has already, and what is known of its queries."""
+        assert self.device is not None
+        assert source.device is not None
+        tokens, zone = source.lengths[source_row], source.zones[source_row]
+        first = min(self.window.sink, tokens)
         for start, stop in ((0, first), (first + zone, tokens)):
             self.device.place(row, start, source.device.read(source_row, start, stop))
         self.lengths[row] = tokens
         if source.queries is not None:
             self.queries = self.queries or QueryStatistics(self.info, self.window)
             self.queries.take_row(row, source.queries, source_row)
-        self._publish([row])
+
+    def fork(self, request: Request) -> LayerState:
+        """The same layer of another request, which holds the same; the zone's rows and codes are shared."""
+        assert self.device is not None
+        self.pipeline = self.zone.pipeline = forked(self.pipeline)
+        other = LayerState(self.info, self.pipeline, self.window, request)
+        other.columns, other.active_rows = self.columns, list(self.active_rows)
+        other.device = DeviceRows(self.info, self.window, self.device.ring, self.pipeline.slots(self.info.group))
+        other.device.active.copy_(self.device.active)
+        other.zone.share(self.zone)
+        for row in range(self.info.batch):
+            other._take_steady(row, self, row)
+        for layer in (self, other):
+            layer._publish()
+        return other
 
     # Room, and what the stages read of it
 
@@ -379,8 +401,8 @@ class LayerState:
     @property
     def shape(self) -> tuple[object, ...]:
         """What a captured step has baked in; sizes, addresses and whether there is something to retrieve."""
-        capacity = self.store.capacity if self.store is not None else 0
-        return self.retrieves, self.device and self.device.serial, capacity, self.budget.width
+        layout = self.store.layout if self.store is not None else 0
+        return self.retrieves, self.device and self.device.serial, layout, self.budget.width
 
     @property
     def attended(self) -> float:

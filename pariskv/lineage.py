@@ -5,7 +5,7 @@ Beams and forks differ in their last tokens. What two rows are known to have in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 SPARE = -1
 """Stands for a row beside those of the batch, which holds one while its place is taken."""
@@ -14,8 +14,11 @@ SPARE = -1
 class Lineage:
     """How many tokens at their beginning any two rows are known to have in common."""
 
-    def __init__(self) -> None:
-        self._common: dict[frozenset[int], int] = {}
+    def __init__(self, common: Mapping[frozenset[int], int] | None = None) -> None:
+        self._common = dict(common or {})
+
+    def copy(self) -> Lineage:
+        return Lineage(self._common)
 
     def common(self, one: int, two: int) -> int:
         return self._common.get(frozenset((one, two)), 0)

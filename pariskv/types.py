@@ -88,6 +88,7 @@ class Codes:
         self.fields = fields
         self.length = length
         self.capacity = capacity
+        self.is_shared = False
 
     @classmethod
     def empty(cls, layer: LayerInfo, capacity: int, **spec: CodeField) -> Codes:
@@ -116,6 +117,7 @@ class Codes:
             raise ShapeError(
                 f"encode returned the fields {sorted(block)}, but allocate_codes declared {sorted(self.spec)}"
             )
+        self._own()
         for name, field in self.spec.items():
             self._append_field(name, field, rows, starts, block[name], tokens)
 
@@ -149,6 +151,7 @@ class Codes:
 
     def take_row(self, row: int, source: Codes, source_row: int, start: int, stop: int) -> None:
         """Copy the entries of the tokens start .. stop - 1, and the sums, of a row of other codes of this format."""
+        self._own()
         for name, field in self.spec.items():
             mine, other = self.fields[name][row], source.fields[name][source_row]
             if field.reduce == "sum":
@@ -166,7 +169,21 @@ class Codes:
                 new = old.new_zeros(field.size(old.shape[0], old.shape[1], capacity))
                 new.narrow(field.token_axis, 0, old.shape[field.token_axis]).copy_(old)
                 self.fields[name] = new
-        self.capacity = capacity
+        self.capacity, self.is_shared = capacity, False
+
+    def share(self, length: Tensor) -> Codes:
+        """The same codes for another request with lengths of its own: copied by who first writes to them, sums now."""
+        fields = {
+            name: self.fields[name].clone() if field.reduce else self.fields[name] for name, field in self.spec.items()
+        }
+        other = Codes(self.spec, fields, length, self.capacity)
+        self.is_shared = other.is_shared = True
+        return other
+
+    def _own(self) -> None:
+        """Have fields that no other request reads, before they are written to."""
+        if self.is_shared:
+            self.grow(self.capacity)
 
 
 class Store(ABC):
@@ -178,6 +195,8 @@ class Store(ABC):
 
     capacity: int
     length: list[int]
+    can_fork: bool = False
+    """`fetch` writes the row of selection k into slot k and leaves no trace in the store: requests can share it."""
 
     @abstractmethod
     def read(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -196,6 +215,11 @@ class Store(ABC):
     @abstractmethod
     def device_bytes(self) -> int:
         """Bytes held in device memory."""
+
+    @property
+    def layout(self) -> object:
+        """What a captured step has baked in of the store; changes where rows move, or the capacity does."""
+        return self.capacity
 
     @property
     def keeps_rows(self) -> bool:

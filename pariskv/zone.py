@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from pariskv import fork
 from pariskv.binding import Encoder, LayerPipeline
 from pariskv.errors import CapacityError, PluginContractError, ShapeError
 from pariskv.hookspecs import Need
@@ -73,7 +74,7 @@ class Zone:
     # Tokens arrive
 
     def reserve(self, tokens: int, planned: int = 0) -> None:
-        """Make sure that codes and store have room for `tokens` tokens a row; at first for `planned` ones.
+        """Make sure that codes and store have room for `tokens` tokens a row, and more: where it is planned, for those.
 
         Raises CapacityError where there is no memory to grow.
         """
@@ -86,7 +87,8 @@ class Zone:
                 codes.length = self.length
                 self.codes[encoder.name] = codes
         elif tokens > self.store.capacity:
-            self._grow(tokens + max(self.update, tokens // 8 // self.update * self.update))
+            room = max(self.update, tokens // 8 // self.update * self.update)
+            self._grow(planned if planned >= tokens else tokens + room)
 
     def _grow(self, capacity: int) -> None:
         assert self.store is not None
@@ -219,6 +221,18 @@ class Zone:
         with self._named("take_row_state"):
             self.store.take_row_state(row, source.store, source_row)
         self.lengths[row] = tokens
+
+    def share(self, source: Zone) -> None:
+        """Hold what another zone of the same layer does; both read the same rows and codes (`pariskv.fork`)."""
+        self.lengths = list(source.lengths)
+        self.fitted = {name: dict(rows) for name, rows in source.fitted.items()}
+        self.states = {
+            name: {key: tensor.clone() for key, tensor in state.items()} for name, state in source.states.items()
+        }
+        if source.store is not None:
+            assert self.pipeline.allocate_store is not None
+            source.store, self.store = fork.share(source.store, self.info, self.pipeline.allocate_store)
+            self.codes = {name: codes.share(self.length) for name, codes in source.codes.items()}
 
     def _drop(self, row: int, tokens: int) -> None:
         assert self.store is not None

@@ -12,7 +12,14 @@ import numpy as np
 import torch
 from numba import config, cuda
 
+KNOWS_DEPENDENT_LAUNCHES = (9, 0)
+"""Compute capability from which on a kernel can be started before the one it depends on has ended."""
+
 if config.ENABLE_CUDASIM:
+
+    @cuda.jit(device=True)
+    def wait_for_the_kernels_before():
+        """Nothing to wait for: the simulator runs one kernel after the other."""
 
     @cuda.jit(device=True)
     def product(a, b):
@@ -24,7 +31,25 @@ if config.ENABLE_CUDASIM:
         """Nothing to order."""
 
 else:
-    from numba.cuda import libdevice
+    from llvmlite import ir
+    from numba.cuda import libdevice, types
+    from numba.cuda.extending import intrinsic
+    from numba.cuda.typing import signature
+
+    @intrinsic
+    def wait_for_the_kernels_before(typing_context):
+        """Wait until the kernels launched before this one have ended and what they wrote can be seen, then let the
+        next one come (it waits here for this one's end). Before it, a kernel must not touch memory.
+        """
+
+        def lower(context, builder, signature, arguments):
+            if cuda.get_current_device().compute_capability >= KNOWS_DEPENDENT_LAUNCHES:
+                for instruction in ("griddepcontrol.wait;", "griddepcontrol.launch_dependents;"):
+                    nothing = ir.FunctionType(ir.VoidType(), [])
+                    builder.call(ir.InlineAsm(nothing, instruction, "~{memory}", side_effect=True), [])
+            return context.get_dummy_value()
+
+        return signature(types.none), lower
 
     @cuda.jit(device=True)
     def loads_first():
@@ -198,6 +223,6 @@ else:
 
 
 def to_float(dtype: torch.dtype) -> Any:
-    """The device function that reads a number of this torch dtype from what `as_array` makes of it."""
+    """The device function that reads a number of this torch dtype from what a launch makes of it."""
 
     return {torch.float32: float32_to_float, torch.bfloat16: bf16_to_float, torch.float16: fp16_to_float}[dtype]

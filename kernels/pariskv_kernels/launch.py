@@ -1,4 +1,4 @@
-"""How a kernel meets its tensors: array views, the current stream, and a word while it compiles.
+"""How a kernel meets its tensors: as arrays, on the current stream, with a word while it compiles.
 
 A launch takes the stream that torch is on, so that kernels and torch operations follow each other and
 are captured into the same CUDA graph. Nothing here waits for the device.
@@ -11,24 +11,23 @@ import logging
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from pariskv_kernels.prepared import LAUNCHES, PreparedLaunch
 
 logger = logging.getLogger(__name__)
 
 SWITCH = "PARISKV_CUDA_KERNELS"
 """Environment variable; 0 keeps CUDA tensors on the PyTorch definitions."""
 
-BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16}
-"""Floating-point types that kernels read as bit patterns, `bf16_to_float` and `fp16_to_float`."""
+BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.uint16, torch.bool: torch.uint8}
+"""Types that kernels read as another one: bit patterns (`bf16_to_float`, `fp16_to_float`), bytes."""
 
-VIEWS = 1 << 14
-"""Array views that are kept."""
-
-CONFIGURATIONS = 1 << 12
-"""Configured launches that are kept."""
+ANYWHERE = 256
+"""An address for arrays that only have a form; nothing reads there."""
 
 
 @lru_cache
@@ -45,14 +44,51 @@ def is_on_gpu(*tensors: Tensor) -> bool:
     return all(tensor.device.type == "cuda" for tensor in tensors) and has_numba_cuda()
 
 
-def as_array(tensor: Tensor) -> Any:
-    """The tensor as a kernel sees it: the same memory, bit patterns for bfloat16 and float16."""
-    tensor = tensor.detach().view(BITS.get(tensor.dtype, tensor.dtype))
-    if tensor.dtype == torch.bool:
-        tensor = tensor.view(torch.uint8)
-    if tensor.device.type == "cpu":
-        return _simulated(tensor)
-    return _viewed(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.index)
+def launch(kernel: Any, grid: tuple[int, ...], threads: int, *arguments: Any) -> None:
+    """Start a kernel of `specialise.template` on torch's current stream; tensors become arrays.
+
+    An empty grid starts nothing. The first argument is a tensor.
+    """
+    if 0 in grid:
+        return
+    _tell_of_compilation(kernel)
+    device = arguments[0].device
+    if device.type == "cpu":
+        kernel[grid, threads](*(_simulated(one) if isinstance(one, Tensor) else one for one in arguments))
+        return
+    addresses, forms = [], []
+    for one in arguments:
+        if isinstance(one, Tensor):
+            addresses.append(one.data_ptr())
+            forms.append(_Form(one.dtype, one.shape, one.stride()))
+        else:
+            forms.append(one)
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device).cuda_stream
+        _prepared(kernel, grid, threads, stream, device.index, *forms).start(addresses)
+
+
+class _Form(NamedTuple):
+    """All about a tensor that a kernel is compiled and launched for, but where it lies."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def array(self) -> Any:
+        """An array of this form as a kernel sees it, at a place that each launch replaces."""
+        from numba import cuda
+
+        number = torch.empty((), dtype=BITS.get(self.dtype, self.dtype)).numpy().dtype
+        in_bytes = tuple(stride * number.itemsize for stride in self.stride)
+        interface = {
+            "shape": self.shape,
+            "strides": in_bytes,
+            "typestr": number.str,
+            "data": (ANYWHERE, False),
+            "version": 3,
+        }
+        return cuda.as_cuda_array(_Described(interface), sync=False)
 
 
 @dataclass(frozen=True)
@@ -62,53 +98,23 @@ class _Described:
     __cuda_array_interface__: dict[str, Any]
 
 
-@lru_cache(maxsize=VIEWS)
-def _viewed(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: int) -> Any:
-    """A view of the memory, which keeps nothing alive: a launch's tensors do.
+@lru_cache(maxsize=LAUNCHES, typed=True)
+def _prepared(
+    kernel: Any, grid: tuple[int, ...], threads: int, stream: int, device: int, *forms: Any
+) -> PreparedLaunch:
+    """The launch of a kernel on the stream with that handle, of the current device.
 
-    Numba takes some 80 us for a view, and eager steps come back to the same places.
+    `typed`: 1, 1.0 and True are different parameters. `device` is what stream 0 does not say itself.
     """
-    from numba import cuda
-
-    number = torch.empty((), dtype=dtype).numpy().dtype
-    in_bytes = tuple(stride * number.itemsize for stride in strides)
-    interface = {"shape": shape, "strides": in_bytes, "typestr": number.str, "data": (address, False), "version": 3}
-    with torch.cuda.device(device):
-        return cuda.as_cuda_array(_Described(interface), sync=False)
+    arrays = [one.array() if isinstance(one, _Form) else one for one in forms]
+    return PreparedLaunch(kernel, grid, threads, stream, arrays)
 
 
 def _simulated(tensor: Tensor) -> Any:
     """The simulator's device array over the same memory, whatever its strides."""
     from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
 
-    return FakeCUDAArray(tensor.numpy())
-
-
-def launch(kernel: Any, grid: tuple[int, ...], threads: int, *arguments: Any) -> None:
-    """Start a kernel on torch's current stream; tensors become arrays. An empty grid starts nothing."""
-    if 0 in grid:
-        return
-    arrays = [as_array(one) if isinstance(one, Tensor) else one for one in arguments]
-    _tell_of_compilation(kernel)
-    if arguments[0].device.type == "cpu":
-        kernel[grid, threads](*arrays)
-        return
-    device = arguments[0].device
-    with torch.cuda.device(device):
-        handle = torch.cuda.current_stream(device).cuda_stream
-        _configured(kernel, grid, threads, handle, device.index)(*arrays)
-
-
-@lru_cache(maxsize=CONFIGURATIONS)
-def _configured(kernel: Any, grid: tuple[int, ...], threads: int, handle: int, device: int) -> Any:
-    """The kernel, set to be launched on the stream with that handle; `device` is what stream 0 does not say itself.
-
-    Numba keeps configured launches by their stream object, and `external_stream` makes a new one each time (12.7 us,
-    H200, 2026-12-03).
-    """
-    from numba import cuda
-
-    return kernel[grid, threads, cuda.external_stream(handle)]
+    return FakeCUDAArray(tensor.detach().view(BITS.get(tensor.dtype, tensor.dtype)).numpy())
 
 
 _told: set[str] = set()

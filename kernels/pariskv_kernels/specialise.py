@@ -7,7 +7,8 @@ Numba leaves `for s in range(16)` a loop, so that a thread waits for every load 
     word[s]               with a literal index and no array of that name: a variable of its own, `word_3`
     if FLAG:              decided now, where FLAG is a constant
 
-Everything else is plain Numba CUDA; the rewritten function keeps its file and line numbers.
+Its first statement becomes a wait for the kernels before it (`prepared` starts kernels early). Everything else is
+plain Numba CUDA; the rewritten function keeps its file and line numbers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from numba import config, cuda
+
+from pariskv_kernels.device import wait_for_the_kernels_before
 
 config.CUDA_LOW_OCCUPANCY_WARNINGS = False  # a decode step's grids are small: a block for each head is meant
 
@@ -69,10 +72,12 @@ class Template:
         assert isinstance(function, ast.FunctionDef)
         arrays = {argument.arg for argument in function.args.args} | _arrays_of(function)
         function.name, function.decorator_list = name, []
-        function.body = [new for old in function.body for new in _Writer(literals, arrays).write(old)]
+        body = [new for old in function.body for new in _Writer(literals, arrays).write(old)]
+        function.body = [*ast.parse(f"{wait_for_the_kernels_before.__name__}()").body, *body]
         code = compile(ast.fix_missing_locations(tree), inspect.getfile(self.function), "exec")
         # numpy, math, device functions: what the template's module knows.
-        namespace = {**self.function.__globals__, **constants}
+        waiting = {wait_for_the_kernels_before.__name__: wait_for_the_kernels_before}
+        namespace = {**self.function.__globals__, **waiting, **constants}
         exec(code, namespace)
         made: Callable[..., None] = namespace[name]
         return made

@@ -1,7 +1,7 @@
 """The commands under `pariskv bench`: options in, a table and `--json FILE` out.
 
-Each checks its options, then that there is a CUDA device; rows are written to the file as they come, so that
-an interrupted run keeps what it measured.
+Each checks its options, then that there is a CUDA device (which `batching` does without); rows are written to the file
+as they come, so that an interrupted run keeps what it measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pariskv.config import Config
 
 bench_app = typer.Typer(
-    help="Measure kernels, layers, decode steps, retrievers and the allocator on this machine's GPU."
+    help="Measure kernels, layers, decode steps, retrievers, the allocator and batches on this machine's GPU."
 )
 
 LENGTHS = "32K,128K,512K,1M"
@@ -178,6 +178,50 @@ def retrievers(
     timer, config = GraphTimer(), settings.config(settings.retrievers[0], settings.tokens[0])
     run = _Run(context, json, settings.num_rows, for_device(config, timer.device))
     run.show(measure(settings, timer, run.measured))
+
+
+@bench_app.command()
+def batching(
+    context: typer.Context,
+    shape: Annotated[str, typer.Option(help="whose sizes the random model has: llama3.2-1b, smollm2-135m, ...")],
+    batch: Batches = "16",
+    requests: Annotated[int, typer.Option(min=1, help="prompts")] = 16,
+    shortest: Annotated[int, typer.Option(min=1, help="tokens of the shortest prompt")] = 1000,
+    longest: Annotated[int, typer.Option(min=1, help="tokens of the longest prompt")] = 4000,
+    new_tokens: Annotated[int, typer.Option(help="tokens that every prompt gets")] = 256,
+    store: Annotated[str | None, typer.Option(help="as for decode; uva on a GPU, else resident")] = None,
+    top_k: Annotated[int, typer.Option(min=1, help="rows that are fetched per key/value head")] = 100,
+    candidates: Candidates = "auto",
+    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cuda or cpu")] = "auto",
+    graph: Annotated[bool | None, typer.Option(help="capture a step in a CUDA graph; on a GPU yes")] = None,
+    json: Json = None,
+) -> None:
+    """Prompts of different lengths in one batch, beside one after the other; on a CPU in float32."""
+    from pariskv.bench.batching import Settings, bench_device, measure
+    from pariskv.bench.synthetic import bench_config
+    from pariskv.integrations.shapes import SHAPES
+    from pariskv.resolve import for_device
+    from pariskv.units import one_of, parse_candidates, parse_count, parse_list
+
+    (name,) = parse_list(shape, one_of(tuple(SHAPES)), "--shape")
+    where = bench_device(device)
+    on_gpu = where.type == "cuda"
+    settings = Settings(
+        shape=name,
+        sizes=SHAPES[name],
+        requests=requests,
+        shortest=shortest,
+        longest=longest,
+        batches=parse_list(batch, parse_count, "--batch"),
+        stores=_stores(store or ("uva" if on_gpu else "resident")),
+        new_tokens=new_tokens,
+        top_k=top_k,
+        candidates=parse_candidates(candidates),
+        graph=on_gpu if graph is None else graph,
+    )
+    config = bench_config(settings.stores[0], top_k, settings.candidates, **settings.runtime)
+    run = _Run(context, json, settings.num_rows, for_device(config, where))
+    run.show(measure(settings, where))
 
 
 @bench_app.command()

@@ -129,6 +129,12 @@ class ParisLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         self.columns = self.state.columns = columns
         self._verifies = self.record_past
 
+    def fork(self, request: RequestState) -> ParisLayer:
+        """The layer of a forked request."""
+        other = ParisLayer(self.index, request, self.geometry, self.turns)
+        other.state, other.columns, other.is_initialized = request.layers[self.index], self.columns, True
+        return other
+
     def get_seq_length(self) -> int:
         return self.columns
 
@@ -144,9 +150,3 @@ class ParisLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
         self.state, self.columns, self.is_initialized = None, 0, False
         self._unattended = self._padding_checked = self._verifies = False
         self._pending = None
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        raise ModelError("pariskv cannot repeat the rows of a filled cache; repeat the prompts instead")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        raise ModelError("pariskv cannot select rows of a filled cache; make a new ParisCache")

@@ -9,6 +9,7 @@ model.generate(**inputs, cache=ParisCache(model, config))
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -167,6 +168,45 @@ class ParisCache(Cache):
         self.request.reorder(beam_idx.tolist())
         for layer in self._stock:
             layer.reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Let the batch be the rows at the indices, in their order; a row may come more than once."""
+        self._take_rows(indices.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Let every row be there `repeats` times, one after the other."""
+        self._take_rows([row for row in range(self.request.batch) for _ in range(repeats)])
+
+    def _take_rows(self, sources: list[int]) -> None:
+        if not self.get_seq_length():
+            return  # as transformers' own: the first prompt says how many rows there are
+        self.request.settle()
+        self.request = self.request.with_rows(sources)
+        for layer in self.ours:
+            layer.request, layer.state = self.request, self.request.layers[layer.index]
+        for layer in self._stock:
+            layer.batch_select_indices(torch.tensor(sources, device=layer.keys.device))
+
+    def fork(self, new_tokens: int = HEADROOM) -> ParisCache:
+        """Another cache that holds the same, and shares what is in the store with this one; either goes on by itself.
+
+        Sinks, rings and sliding windows are copied, codes once either of the two adds to them.
+
+        new_tokens  that will be generated with it, to make room for
+        Raises BindingError where a layer's store cannot be shared, ModelError where nothing is held.
+        """
+        if not self.get_seq_length():
+            raise ModelError("fork: the cache holds nothing yet; read a prompt first")
+        for layer in self.ours:
+            layer.refuse_unattended()
+        self.request.settle()
+        other = copy.copy(self)
+        other.request = self.request.fork(new_tokens)
+        other.layers = [
+            layer.fork(other.request) if isinstance(layer, ParisLayer) else copy.deepcopy(layer)
+            for layer in self.layers
+        ]
+        return other
 
     def _set_columns(self, columns: int) -> None:
         for layer in self.ours:

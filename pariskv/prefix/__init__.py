@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from pariskv.errors import PrefixError
 from pariskv.prefix.file import TOKENS, VERSION, PrefixFile, write_file
 from pariskv.prefix.header import hash_tokens, refuse_mismatch
 from pariskv.prefix.parts import Part, tensor_part
+from pariskv.request import HEADROOM
 
 if TYPE_CHECKING:
     from pariskv.integrations.language_model import LanguageModel
@@ -38,7 +39,7 @@ __all__ = ["Prefix", "PrefixInfo", "load_prefix", "prefix_info", "save_prefix"]
 class Prefix:
     """A prompt that a cache has read.
 
-    cache         between two steps; whoever generates with it continues it, so a prefix is continued once
+    cache         between two steps; whoever generates with it continues it, so `fork` it first to do so again
     batch         every token that it holds, padding on the left
     logits        [B, V] after the last token; None: it can be continued by more tokens only
     tail          text that ends the turn which the prefix begins, of the chat template
@@ -55,6 +56,10 @@ class Prefix:
     def lengths(self) -> list[int]:
         """Tokens of each row."""
         return [len(row) for row in rows_of(self.batch)]
+
+    def fork(self, new_tokens: int = HEADROOM) -> Prefix:
+        """The same prefix, to be continued in another way; what is in the store is shared (`ParisCache.fork`)."""
+        return replace(self, cache=self.cache.fork(new_tokens))
 
     def append(self, model: LanguageModel, tokens: Tensor, new_tokens: int, chunk: int | None = None) -> None:
         """Read more tokens [B, Q] of every row, with dense attention to the prefix.

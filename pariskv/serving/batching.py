@@ -92,15 +92,16 @@ class Batching:
             del batch
             gc.collect()  # before memory is asked for again
             while alone:
-                yield self._alone(asks, alone.popleft())
+                yield self.alone(asks, alone.popleft())
 
     def by_themselves(self, asks: Sequence[Ask | None]) -> Iterator[Answer]:
         """The answers in order, one request after the other."""
         for index, ask in enumerate(asks):
             if ask is not None:
-                yield self._alone(asks, index)
+                yield self.alone(asks, index)
 
-    def _alone(self, asks: Sequence[Ask | None], index: int) -> Answer:
+    def alone(self, asks: Sequence[Ask | None], index: int) -> Answer:
+        """The answer to request `index`, by itself."""
         ask, answer = asks[index], Answer(index)
         assert ask is not None
         try:

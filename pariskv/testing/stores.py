@@ -116,6 +116,10 @@ def _check_fetch(case: Case, store: Store) -> None:
         raise case.wrong("fetch", "drops the selection's bias; pass it on in the slots' order")
     for row, head in ((row, head) for row in case.rows for head in range(layer.kv_heads)):
         _check_slots(case, selection, selected, slots[row, head], row, head)
+    if store.can_fork and not torch.equal(selected.valid, selection.indices >= 0):
+        raise case.wrong(
+            "fetch", "puts rows into other slots than those of their places in the selection; can_fork must be False"
+        )
 
 
 def _some_tokens(case: Case) -> Selection:

@@ -30,6 +30,8 @@ HOST = torch.device("cpu")
 class HostStore(Store):
     """rows [B, H, capacity, 2, D] in host memory, page-locked beside a CUDA device."""
 
+    can_fork = True
+
     def __init__(self, layer: LayerInfo, capacity: int) -> None:
         self.layer = layer
         self.length = [0] * layer.batch

@@ -17,6 +17,8 @@ from pariskv_plugins.blocks import check_block
 class ResidentStore(Store):
     """rows [B, H, capacity, 2, D], the key and the value of a token side by side."""
 
+    can_fork = True
+
     def __init__(self, layer: LayerInfo, capacity: int) -> None:
         size = (layer.batch, layer.kv_heads, capacity, 2, layer.head_dim)
         self.rows = torch.zeros(size, dtype=layer.dtype, device=layer.device)

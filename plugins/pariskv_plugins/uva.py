@@ -46,6 +46,7 @@ class UvaStore(Store):
     def __init__(self, layer: LayerInfo, capacity: int, buffer: HostBuffer, lane: Lane, options: Options) -> None:
         self.layer, self.buffer, self.lane, self.options = layer, buffer, lane, options
         self.length = [0] * layer.batch
+        self.can_fork = not (options.reuse or options.sort)
         self.counts = torch.zeros(2, dtype=torch.int64, device=layer.device)
         self._held: Tensor | None = None
         self._slots: Tensor | None = None

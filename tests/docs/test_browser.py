@@ -108,10 +108,12 @@ def leads_somewhere(link: str, site: Path) -> bool:
 
 def test_the_search_finds_offload(open_page: Open) -> None:
     tab, wrong = open_page("index")
+    # Before the index is there, the line above the results says that it is being read.
+    tab.wait_for_function("document.querySelector('.md-search-result__meta').textContent.includes('Type to start')")
     tab.keyboard.press("/")  # a phone has a button for it, and the same field
-    tab.locator("input.md-search__input").fill("offload")
+    tab.locator("input.md-search__input").press_sequentially("offload")
     results = tab.locator("a.md-search-result__link")
-    results.first.wait_for(state="visible", timeout=10_000)
+    results.first.wait_for(state="visible")
     assert any("/offload/" in result.get_attribute("href") for result in results.all())
     assert wrong == []
 

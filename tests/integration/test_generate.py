@@ -316,6 +316,21 @@ def test_a_turn_with_retrieved_history_is_the_decode_steps_it_stands_for(retriev
     assert not torch.allclose(got, whole), "dense reading of the turn must differ, or this test shows nothing"
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_rows_of_a_used_cache_are_repeated_and_selected(family: str) -> None:
+    model, ids = tiny_model(family, torch.float64), torch.cat([prompt(60, seed=seed) for seed in range(2)])
+    cache = ParisCache(model, CONFIG)
+    cache.batch_repeat_interleave(3)  # of nothing, as before a first prompt
+    generate(model, ids, cache, 20)
+    held = generate(model, ids, ParisCache(model, CONFIG), 20)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0, 1, 2, 3]))
+    turn = torch.cat((held[[1, 0, 0, 1, 1]], torch.cat([prompt(9, seed=seed) for seed in range(5)])), dim=1)
+    want, _ = dense_generate(model, turn, 30)
+    assert torch.equal(generate(model, turn, cache)[:, turn.shape[1] :], want)
+    assert cache.get_seq_length() == 60 + 20 + 9 + 29
+
+
 def test_another_batch_on_a_used_cache_is_refused() -> None:
     model = tiny_model("llama")
     cache = ParisCache(model, CONFIG)

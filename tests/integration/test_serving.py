@@ -38,6 +38,9 @@ ROOT = Path(__file__).parents[2]
 SMALL = "window: {sink: 4, local: 8, update_interval: 8, dense_below: 0}\nlayers: {default: {top_k: 16}}\n"
 
 
+HOOKS = ["encode", "coarse_select", "rerank", "fetch", "update"]
+
+
 # A batch
 
 
@@ -55,12 +58,53 @@ def answered(model: LanguageModel, given: list[Ask], rows: int = 3) -> dict[int,
     return {answer.index: answer for answer in batching.answers(given)}
 
 
-@pytest.mark.parametrize("stage", ["encode", "coarse_select", "rerank", "fetch", "update"])
+@pytest.mark.parametrize("stage", HOOKS)
 def test_a_step_that_fails_costs_only_the_request_at_fault(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook raises whenever a row past 160 tokens is decoded: only the longest request gets there, alone, too."""
     model, given = a_model(), [*asks(), Ask(prompt(150, seed=9)[0].tolist(), 60)]
-    wanted, longest, count_step = answered(model, given), 0, LayerState.count_step
-    begin_prompt = LayerState._begin_prompt
+    wanted = answered(model, given)
+    raise_beyond(monkeypatch, stage, layer=1, tokens=160)
+    found = answered(model, given)
+    assert {index: found[index] for index in range(5)} == {index: wanted[index] for index in range(5)}
+    assert "the retriever gave up" in found[5].error
+    assert "at decode step" in found[5].error
+    assert wanted[5].tokens[: len(found[5].tokens)] == found[5].tokens
+    assert 10 <= len(found[5].tokens) < 60
+
+
+LONG = [Ask(prompt(60 - 10 * seed, seed=seed)[0].tolist(), new) for seed, new in enumerate((1010, 900, 150))]
+"""The first is beyond 1,058 tokens in its step 1,000, as no other ever is; the third runs beside it then."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[int, Answer]:
+    return answered(a_model(num_hidden_layers=1), LONG, rows=2)
+
+
+@pytest.mark.parametrize("stage", HOOKS)
+def test_a_hook_that_raises_at_step_1000_ends_its_request_and_leaks_nothing(
+    stage: str, monkeypatch: pytest.MonkeyPatch, undisturbed: dict[int, Answer]
+) -> None:
+    """The others go on to their ends, what was generated is delivered, and every store is freed: counted."""
+    stores = noted_stores(monkeypatch)
+    raise_beyond(monkeypatch, stage, layer=0, tokens=1058)
+    found = answered(a_model(num_hidden_layers=1), LONG, rows=2)
+    assert {index: found[index] for index in (1, 2)} == {index: undisturbed[index] for index in (1, 2)}
+    assert [len(found[index].tokens) for index in (1, 2)] == [900, 150]
+    step = len(found[0].tokens)
+    # What leaves for the zone does so at every eighth token.
+    assert 1000 <= step <= (1008 if stage in ("encode", "update") else 1000)
+    assert found[0].tokens == undisturbed[0].tokens[:step]
+    assert "the retriever gave up" in found[0].error
+    assert f"at decode step {step}" in found[0].error
+    gc.collect()
+    assert len(stores) == 6, "the batch's, one for each prompt that was read, one for each that was answered alone"
+    assert not [one for one in stores if one() is not None]
+
+
+def raise_beyond(monkeypatch: pytest.MonkeyPatch, stage: str, layer: int, tokens: int) -> None:
+    """Have a layer's hook raise whenever a row with more than so many tokens is decoded."""
+    longest, count_step, begin_prompt = 0, LayerState.count_step, LayerState._begin_prompt
 
     def noting(self: LayerState) -> None:
         nonlocal longest
@@ -74,7 +118,7 @@ def test_a_step_that_fails_costs_only_the_request_at_fault(stage: str, monkeypat
 
     def raising(hook: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            if longest > 160:
+            if longest > tokens:
                 raise RuntimeError("the retriever gave up")
             return hook(*arguments)
 
@@ -82,20 +126,29 @@ def test_a_step_that_fails_costs_only_the_request_at_fault(stage: str, monkeypat
 
     def binding(*arguments: Any) -> dict[int, LayerPipeline]:
         pipelines = bind(*arguments)
-        one = pipelines[1]
+        one = pipelines[layer]
         encoders = tuple(replace(encoder, encode=raising(encoder.encode)) for encoder in one.encoders)
         changed: Any = {"encoders": encoders} if stage == "encode" else {stage: raising(getattr(one, stage))}
-        return {**pipelines, 1: replace(one, **changed)}
+        return {**pipelines, layer: replace(one, **changed)}
 
     monkeypatch.setattr(LayerState, "count_step", noting)
     monkeypatch.setattr(LayerState, "_begin_prompt", begins)
     monkeypatch.setattr(transformers, "bind", binding)
-    found = answered(model, given)
-    assert {index: found[index] for index in range(5)} == {index: wanted[index] for index in range(5)}
-    assert "the retriever gave up" in found[5].error
-    assert "at decode step" in found[5].error
-    assert wanted[5].tokens[: len(found[5].tokens)] == found[5].tokens
-    assert 10 <= len(found[5].tokens) < 60
+
+
+def noted_stores(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """Every store that is made from now on."""
+    stores: list[weakref.ref[Any]] = []
+    reserve = Zone.reserve
+
+    def noting(self: Zone, tokens: int, planned: int = 0) -> None:
+        is_new = self.store is None
+        reserve(self, tokens, planned)
+        if is_new:
+            stores.append(weakref.ref(self.store))
+
+    monkeypatch.setattr(Zone, "reserve", noting)
+    return stores
 
 
 def test_a_request_that_finds_no_memory_beside_the_others_is_answered_after_them(
@@ -148,16 +201,8 @@ def test_logits_without_a_largest_are_no_token() -> None:
 
 def test_nothing_of_a_batch_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted: every store of a run that failed in the middle is gone when it ends, with its memory."""
-    stores: list[weakref.ref[Any]] = []
-    model = a_model()
-    reserve, append = Zone.reserve, Zone.append
-    calls = 0
-
-    def counting(self: Zone, tokens: int, planned: int = 0) -> None:
-        is_new = self.store is None
-        reserve(self, tokens, planned)
-        if is_new:
-            stores.append(weakref.ref(self.store))
+    stores, model = noted_stores(monkeypatch), a_model()
+    append, calls = Zone.append, 0
 
     def failing(self: Zone, *arguments: Any) -> None:
         nonlocal calls
@@ -166,7 +211,6 @@ def test_nothing_of_a_batch_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None
             raise MemoryError("of the host")
         append(self, *arguments)
 
-    monkeypatch.setattr(Zone, "reserve", counting)
     monkeypatch.setattr(Zone, "append", failing)
     found = answered(model, asks())
     assert calls > 30

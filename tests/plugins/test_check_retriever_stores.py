@@ -52,6 +52,11 @@ def swapped(selected: Selected, store: Store, slots: Tensor) -> Selected:
     return replace(selected, valid=selected.valid.flip(2))
 
 
+def in_another_order(selected: Selected, store: Store, slots: Tensor) -> Selected:
+    assert selected.bias is not None
+    return replace(swapped(selected, store, slots), bias=selected.bias.flip(-1))
+
+
 def no_capacity(keys: Tensor, values: Tensor, store: Any, rows: list[int]) -> None:
     if all(store.length[row] + keys.shape[2] <= store.capacity for row in rows):
         store.append(keys, values, rows)
@@ -80,6 +85,7 @@ BROKEN_STORE: dict[str, tuple[str, Callable[..., Any], str]] = {
         lambda s, st, sl: replace(s, valid=s.valid | True),
         "64 slots are valid, wanted 32; -1 is no token",
     ),
+    "another order": ("fetch", in_another_order, "other slots than those of their places in the selection; can_fork"),
     "no bias": ("fetch", lambda s, st, sl: replace(s, bias=None), "drops the selection's bias"),
     "no extra": ("fetch", lambda s, st, sl: replace(s, extra=None), "drops the selection's extra or partial"),
     "zeroed slots": ("fetch", lambda s, st, sl: (sl.zero_(), s)[1], "do not hold the selected tokens' rows, each once"),

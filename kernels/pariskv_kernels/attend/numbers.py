@@ -53,5 +53,5 @@ def number_in(dtype: torch.dtype) -> Any:
 
 
 def from_float(dtype: torch.dtype) -> Any:
-    """The device function from float32 to what `as_array` makes of this dtype."""
+    """The device function from float32 to what a launch makes of this dtype."""
     return {torch.float32: float_to_float32, torch.bfloat16: float_to_bf16, torch.float16: float_to_fp16}[dtype]
