@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help env model run test lint types docs lock clean
+.PHONY: help env model run test lint types docs docs-serve docs-browser lock clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*##/make \1  -/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*##/make \1  -/p' Makefile
 
 env: $(STAMP)  ## install the project and its tools into .venv, once
 
@@ -32,6 +32,12 @@ types: $(STAMP)  ## mypy, strict
 
 docs: $(STAMP)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(STAMP)  ## show the documentation on http://127.0.0.1:8000, rebuilt as it is written
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+docs-browser: $(STAMP)  ## open every page of the documentation in Chromium, where that is installed
+	$(BIN)/python -m pytest -rs tests/docs/test_browser.py
 
 lock: $(STAMP)  ## write the installed versions into constraints.txt
 	@sed -n '/^#/p' constraints.txt > constraints.new

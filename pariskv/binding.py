@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pluggy
 from torch import Tensor
@@ -21,6 +21,7 @@ from pariskv.hookspecs import PROJECT, Need, StageSpec, hookimpl
 from pariskv.registry import Registry
 from pariskv.resolve import Indexes, Instance, Plan, Resolver, Retrievers
 from pariskv.stages import FORMAT_STAGES, STAGES, Stage, wrapped_stages
+from pariskv.tracing import REASON, Trace
 from pariskv.types import (
     Budget,
     Codes,
@@ -52,6 +53,9 @@ STEP_STAGES = ("append", "encode_query", "coarse_select", "rerank", "fetch", "at
 
 SELECTING = ("coarse_select", "rerank")
 
+BindStage = Callable[[Instance, str, int], Stage]
+"""Makes a function of an instance's stage in a layer."""
+
 
 @dataclass(frozen=True)
 class Encoder:
@@ -81,6 +85,7 @@ class LayerPipeline:
     host_resident  the store is in host memory, wherever the layer is
     graph_reason   why `graph_safe` is False, empty where it is True
     names          stage to instance, for the manifest
+    unwatched      the same without wrappers and trace, None where there are none
     """
 
     index: int
@@ -104,6 +109,12 @@ class LayerPipeline:
     graph_safe: bool = False
     graph_reason: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
+    unwatched: LayerPipeline | None = None
+
+    @property
+    def plain(self) -> LayerPipeline:
+        """For rehearsals and warm-ups, which are no calls of a request's: nobody watches them."""
+        return self.unwatched or self
 
     @property
     def wants_queries(self) -> bool:
@@ -128,7 +139,8 @@ def bind(
     layers = sorted(range(num_layers) if retrieval_layers is None else retrieval_layers)
     resolvers = {key: Resolver(config, retrievers, key) for key in {keys[index] for index in layers}}
     plans = {key: resolver.plan() for key, resolver in sorted(resolvers.items())}
-    binder = _Binder(config.wrappers, registry, retrievers.made.values())
+    trace = Trace() if config.debug.trace_hooks else None
+    binder = _Binder(config.wrappers, registry, retrievers.made.values(), trace)
     return {index: binder.pipeline(index, plans[keys[index]]) for index in layers}
 
 
@@ -146,7 +158,10 @@ def _keys_of_layers(config: Config, num_layers: int) -> list[str]:
 class _Binder:
     """Turns plans into pipelines of guarded functions, through pluggy only where a wrapper wants to see the call."""
 
-    def __init__(self, wrappers: Sequence[str], registry: Registry, instances: Collection[Instance]):
+    def __init__(
+        self, wrappers: Sequence[str], registry: Registry, instances: Collection[Instance], trace: Trace | None
+    ):
+        self.trace = trace
         self.manager = pluggy.PluginManager(PROJECT)
         self.manager.add_hookspecs(StageSpec)
         self.plugins = {one.name: _Plugin(one) for one in instances}
@@ -171,14 +186,20 @@ class _Binder:
             raise PluginContractError(f"wrapper {name!r}: {' '.join(str(error).split())}") from error
 
     def pipeline(self, index: int, plan: Plan) -> LayerPipeline:
-        bound = {stage: self._bound(one, stage, index) for stage, one in plan.stages.items()}
+        pipeline = self._pipeline(index, plan, self._watched)
+        if not self.wrapped and self.trace is None:
+            return pipeline
+        return replace(pipeline, unwatched=self._pipeline(index, plan, self._bound))
+
+    def _pipeline(self, index: int, plan: Plan, bind_stage: BindStage) -> LayerPipeline:
+        bound = {stage: bind_stage(one, stage, index) for stage, one in plan.stages.items()}
         last = plan.stages.get("rerank") or plan.stages.get("coarse_select")
         store = plan.stages.get("allocate_store")
         reason = self._graph_reason(plan)
         return LayerPipeline(
             index=index,
             **bound,
-            encoders=tuple(self._encoder(one, index) for one in plan.encoders),
+            encoders=tuple(_encoder(one, index, bind_stage) for one in plan.encoders),
             coarse_codes=plan.codes.get("coarse_select"),
             rerank_codes=plan.codes.get("rerank"),
             candidates=plan.candidates,
@@ -193,28 +214,36 @@ class _Binder:
             graph_safe=not reason,
             graph_reason=reason,
             names={stage: one.name for stage, one in plan.stages.items()},
+            unwatched=None,
         )
 
-    def _encoder(self, one: Instance, index: int) -> Encoder:
-        assert one.traits.format is not None
-        bound = {stage: self._bound(one, stage, index) for stage in FORMAT_STAGES if stage in one.stages}
-        return Encoder(one.name, one.traits.format, one.traits.block, frozenset(one.traits.needs), **bound)
-
     def _bound(self, one: Instance, stage: str, index: int) -> Stage:
+        return _guarded(one.stages[stage], f"in {stage} of {one.label}, layer {index}")
+
+    def _watched(self, one: Instance, stage: str, index: int) -> Stage:
+        """The stage inside of its wrappers, and of the trace."""
         wrappers = [name for name, stages in self.wrapped.items() if stage in stages]
-        note = f"in {stage} of {one.label}, layer {index}"
-        if not wrappers:
-            return _guarded(one.stages[stage], note)
+        function, note = one.stages[stage], f"in {stage} of {one.label}, layer {index}"
+        if wrappers:
+            function = self._wrapped(one, stage)
+            note += f", inside {', '.join(repr(name) for name in reversed(wrappers))}"
+        if self.trace is not None:
+            function = self.trace.around(function, stage, one.name, index)
+        return _guarded(function, note)
+
+    def _wrapped(self, one: Instance, stage: str) -> Stage:
         others = [plugin for name, plugin in self.plugins.items() if name != one.name]
         call, names = self.manager.subset_hook_caller(stage, remove_plugins=others), STAGES[stage]
 
         def wrapped(*arguments: object) -> object:
             return call(**dict(zip(names, arguments, strict=True)))
 
-        return _guarded(wrapped, f"{note}, inside {', '.join(repr(name) for name in reversed(wrappers))}")
+        return wrapped
 
     def _graph_reason(self, plan: Plan) -> str:
-        """The first stage or wrapper of a step that is not declared graph-safe, empty where all are."""
+        """The trace, or the first stage or wrapper of a step that is not declared graph-safe; empty where all are."""
+        if self.trace is not None:
+            return REASON
         step = [("encode_query", one) for one in plan.encoders if "encode_query" in one.stages]
         step += [(stage, one) for stage, one in plan.stages.items() if stage in STEP_STAGES]
         for stage, one in step:
@@ -224,6 +253,12 @@ class _Binder:
                 if stage in self.wrapped[name]:
                     return f"wrapper {name!r} around {stage} does not declare graph_safe"
         return ""
+
+
+def _encoder(one: Instance, index: int, bind_stage: BindStage) -> Encoder:
+    assert one.traits.format is not None
+    bound = {stage: bind_stage(one, stage, index) for stage in FORMAT_STAGES if stage in one.stages}
+    return Encoder(one.name, one.traits.format, one.traits.block, frozenset(one.traits.needs), **bound)
 
 
 class _Plugin:

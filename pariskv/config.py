@@ -126,6 +126,14 @@ class RuntimeConfig:
 
 
 @dataclass(frozen=True)
+class DebugConfig:
+    trace_hooks: bool = field(
+        default=False,
+        metadata={"help": "print every hook call with shapes and time, to standard error; steps run eagerly"},
+    )
+
+
+@dataclass(frozen=True)
 class QuickstartConfig:
     prompt_tokens: int = field(default=4000, metadata={"help": "tokens of the needle test's prompt at most"})
     depth: float = field(default=0.5, metadata={"help": "where the needle lies, 0 (beginning) to 1 (end)"})
@@ -169,6 +177,7 @@ class Config:
     generation: GenerationConfig = field(default_factory=GenerationConfig, metadata={"help": "how tokens are sampled"})
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig, metadata={"help": "how a step is run"})
     wrappers: list[str] = field(default_factory=list, metadata={"help": "hook wrappers by name, outermost first"})
+    debug: DebugConfig = field(default_factory=DebugConfig, metadata={"help": "what a plugin's author looks at"})
     quickstart: QuickstartConfig = field(default_factory=QuickstartConfig, metadata={"help": "the quickstart's prompt"})
     evaluation: EvaluationConfig = field(
         default_factory=EvaluationConfig, metadata={"help": "what `pariskv eval tasks` measures"}

@@ -28,7 +28,7 @@ def warm_up(info: LayerInfo, pipelines: Collection[LayerPipeline]) -> None:
     for pipeline in kinds.values():
         if any("pre_rope" in encoder.needs for encoder in pipeline.encoders):
             continue  # random keys have no embedding to undo
-        _one_step(replace(info, batch=1), pipeline)
+        _one_step(replace(info, batch=1), pipeline.plain)
 
 
 def _one_step(info: LayerInfo, pipeline: LayerPipeline) -> None:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import griffe
-
-_spec = importlib.util.spec_from_file_location("docs_generate", Path(__file__).with_name("generate.py"))
-assert _spec is not None
-assert _spec.loader is not None
-generate = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(generate)
 
 
 class Docstrings(griffe.Extension):
@@ -20,4 +14,36 @@ class Docstrings(griffe.Extension):
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = generate.as_markdown(obj.docstring.value)
+            obj.docstring.value = as_markdown(obj.docstring.value)
+
+
+def as_markdown(docstring: str) -> str:
+    """A docstring of this project as Markdown: `name   meaning` lines become a list, `>>>` lines a code block."""
+    return "\n\n".join(_paragraph(part) for part in re.split(r"\n\s*\n", docstring))
+
+
+def _paragraph(text: str) -> str:
+    lines = text.split("\n")
+    if lines[0].startswith(">>> "):
+        return "\n".join(["```python", *(line[4:] for line in lines), "```"])
+    if text.startswith(("    ", "├", "ParisKVError  ")):
+        return "\n".join(line if line.startswith("    ") else f"    {line}" for line in lines)
+    if any(re.match(r"[^\s].*?\S {2,}\S", line) for line in lines):
+        return "\n".join(_items(lines))
+    return text
+
+
+def _items(lines: list[str]) -> Iterator[str]:
+    """Definition lines as list items; the lines before them stay a paragraph, indented ones continue an item."""
+    in_list = False
+    for line in lines:
+        if match := re.match(r"(\S(?:.*?\S)??) {2,}(\S.*)", line):
+            if not in_list:
+                yield ""
+            in_list = True
+            yield f"- `{match[1]}`: {match[2]}"
+        elif in_list and not line.startswith(" "):
+            in_list = False
+            yield f"\n{line}"
+        else:
+            yield f"  {line.strip()}" if in_list else line

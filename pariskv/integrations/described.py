@@ -39,7 +39,8 @@ def described(
     layer_types, _ = supported_layers(model)
     text = model.config.get_text_config(decoder=True)
     retrieving = [index for index, kind in enumerate(layer_types) if kind == "full_attention"]
-    pipelines = bind(config, len(layer_types), registry or Registry.load(), retrieving)
+    bound = bind(config, len(layer_types), registry or Registry.load(), retrieving)
+    pipelines = {index: pipeline.plain for index, pipeline in bound.items()}
     windows = {index: window_of(pipeline, config.window, index) for index, pipeline in pipelines.items()}
     geometry = Geometry(model, text)
     geometry.device = device

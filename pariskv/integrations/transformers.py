@@ -68,7 +68,7 @@ class ParisCache(Cache):
         self.planner = Planner(
             config,
             geometry.expected_info,
-            pipelines,
+            {index: pipeline.plain for index, pipeline in pipelines.items()},
             windows,
             model.device,
             lambda: _activations(model),

@@ -13,11 +13,18 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from pariskv.errors import ConfigError
+from pariskv.hookspecs import HOOK_API
 from pariskv.registry import RESERVED, Registry, own_version
 
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 FIELD = re.compile(r"<<(\w+)>>")
 SUFFIX = ".tmpl"
+LONGEST = 40
+TAKEN = (
+    *("budget", "code-field", "codes", "config-error", "layer-info", "options", "query"),
+    *("retriever", "selection", "tensor", "tensors"),
+)
+"""Names whose class would hide something that the template imports or defines."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +49,19 @@ class Names:
         """`MyIdea`."""
         return "".join(word.capitalize() for word in self.name.split("-"))
 
+    @property
+    def exported(self) -> list[str]:
+        """What the package exports, in the order in which linters want it: constants, then classes."""
+        names = ["NAME", "Options", self.class_name]
+        return sorted(names, key=lambda name: (not (len(name) > 1 and name.isupper()), name))
+
     def values(self) -> dict[str, str]:
         """What the template's fields stand for."""
         return {
+            "exported": "\n    ".join(f"{name}," for name in self.exported),
+            "exported_names": "\n    ".join(f'"{name}",' for name in self.exported),
             "name": self.name,
+            "hook_api": str(HOOK_API),
             "distribution": self.distribution,
             "package": self.package,
             "class_name": self.class_name,
@@ -55,9 +71,10 @@ class Names:
 
 def names_of(name: str, registry: Registry) -> Names:
     """The plugin's names; raises ConfigError for one that cannot be used, or that is taken here."""
-    if not NAME.fullmatch(name) or name in RESERVED:
+    if not NAME.fullmatch(name) or len(name) > LONGEST or name in (*RESERVED, *TAKEN):
         raise ConfigError(
-            f"new-plugin {name!r}: wanted lower-case letters and digits, words joined by hyphens, such as my-idea"
+            f"new-plugin {name!r}: wanted lower-case letters and digits, words joined by hyphens, such as my-idea; "
+            f"at most {LONGEST} characters, none of {', '.join((*RESERVED, *TAKEN))}"
         )
     if name in registry.names():
         raise ConfigError(f"new-plugin {name}: {registry.origin(name)} offers a retriever of that name; choose another")

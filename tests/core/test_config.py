@@ -193,7 +193,7 @@ REFUSED = {
     "window: {locl: 3}": "window.locl: unknown key (did you mean 'local'?); "
     "valid keys: sink, local, update_interval, dense_below",
     "windw: {}": "windw: unknown key (did you mean 'window'?); valid keys: model, retrievers, layers, store, window, "
-    "prefill, generation, runtime, wrappers, quickstart, evaluation",
+    "prefill, generation, runtime, wrappers, debug, quickstart, evaluation",
     "layers: {0-1: {retreiver: x}}": "layers.0-1.retreiver: unknown key (did you mean 'retriever'?); valid keys: "
     "retriever, encode, coarse_select, rerank, fetch, update, candidates, top_k, codes_from",
     "window: {local: many}": "window.local: got 'many' (str), wanted int",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+EXAMPLES = DOCS / "examples"
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
 
@@ -31,4 +32,7 @@ def blocks(name: str, language: str = "") -> list[Block]:
 
 
 def names() -> list[str]:
-    return sorted(path.stem for path in DOCS.glob("*.md"))
+    """Every page by its path without the ending: `quickstart`, `retrievers/quest`, `retrievers/index`."""
+    return sorted(
+        path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md") if EXAMPLES not in path.parents
+    )

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import typer
 
 import pariskv
-from pariskv.bench.cli import bench_app
 from pariskv.binding import bind
-from pariskv.cli import app, config_app, main, model_app
+from pariskv.cli import app, main
 from pariskv.config import parse_config
 from pariskv.errors import ConfigError
-from pariskv.prefix.cli import prefix_app
 from pariskv.registry import Registry
 from tests.docs.fences import ROOT, blocks, names, page
 
@@ -60,27 +59,21 @@ def test_python_names_what_pariskv_offers_and_files_that_exist(name: str, block:
             assert (ROOT / str(node.value)).is_file()
 
 
-def test_every_command_is_listed() -> None:
-    groups = {"": app, "prefix ": prefix_app, "config ": config_app, "model ": model_app, "bench ": bench_app}
-    commands = [
-        f"{prefix}{command.callback.__name__.replace('_', '-')}"
-        for prefix, group in groups.items()
-        for command in group.registered_commands
-        if command.callback
-    ]
-    assert [command for command in commands if f"| `pariskv {command}" not in page("quickstart")] == []
+def command_lines() -> list[str]:
+    """What the pages have readers type, continued lines joined."""
+    texts = [block.text.replace("\\\n", " ") for name in names() for block in blocks(name, "bash")]
+    return [line for text in texts for line in text.splitlines() if line.startswith("pariskv ")]
 
 
-def test_the_bench_commands_on_the_pages_have_the_options_they_are_given() -> None:
-    commands = typer.main.get_command(bench_app).commands  # type: ignore[attr-defined]
-    lines = [
-        line.partition("#")[0] for name in names() for block in blocks(name, "bash") for line in block.text.split("\n")
-    ]
-    benches = [line.split()[2:] for line in lines if line.startswith("pariskv bench")]
-    assert len(benches) >= 6
-    for command, *words in benches:
-        options = {option for parameter in commands[command].params for option in parameter.opts}
-        assert {word for word in words if word.startswith("--")} <= options
+@pytest.mark.parametrize("line", command_lines())
+def test_commands_on_the_pages_have_their_options_and_no_others(line: str) -> None:
+    command, (_, *words) = typer.main.get_command(app), shlex.split(line, comments=True)
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    given = {word.partition("=")[0] for word in words if word.startswith("--")}
+    options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
+    assert given <= {name for option in options for name in (*option.opts, *option.secondary_opts)}
+    assert {option.opts[0] for option in options if option.required} <= given
 
 
 def test_the_config_commands_of_the_quickstart_work(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from fakes import registry_of
 
 from pariskv.errors import ConfigError
-from pariskv.new_plugin import FIELD, Names, create, names_of
+from pariskv.new_plugin import FIELD, TAKEN, Names, create, names_of
 from tests.packaging.fresh import ROOT, Environment, build_wheel
 
 
@@ -48,6 +50,24 @@ def test_it_passes_ruff_untouched(plugin: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+LONG = "a-name-that-is-as-long-as-names-may-be-4"
+
+
+def test_so_do_plugins_of_other_names(tmp_path: Path) -> None:
+    for name in ("q", "q2", "spread", "top-mass", "options-of-mine", "random-walk-2", LONG):
+        create(names_of(name, registry_of()), tmp_path)
+    test_it_passes_ruff_untouched(tmp_path)
+
+
+def test_no_class_of_the_templates_imports_can_be_hidden() -> None:
+    source = (files("pariskv.new_plugin") / "template/src/PACKAGE/retriever.py.tmpl").read_text(encoding="utf-8")
+    tree = ast.parse(FIELD.sub("X", source))
+    names = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    names |= {node.name for node in tree.body if isinstance(node, ast.ClassDef)} - {"X"}
+    wanted = {name for name in names if name[0].isupper() and not name.isupper()}
+    assert {Names(name).class_name for name in TAKEN} == wanted
+
+
 def test_it_is_installed_passes_its_tests_and_mypy_and_goes_away(plugin: Path, installed: Environment) -> None:
     installed.install(build_wheel(plugin, plugin / "dist"))
     described = json.loads(installed.run("pariskv", "plugins", "my-idea", "--json"))
@@ -67,7 +87,7 @@ def test_it_is_installed_passes_its_tests_and_mypy_and_goes_away(plugin: Path, i
     assert "unknown retriever 'my-idea'" in gone
 
 
-@pytest.mark.parametrize("name", ["", "My-Idea", "my_idea", "1st", "my--idea", "auto", "../x"])
+@pytest.mark.parametrize("name", ["", "My-Idea", "my_idea", "1st", "my--idea", "auto", "query", "../x", f"{LONG}1"])
 def test_a_name_that_cannot_be_one_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="wanted lower-case letters and digits, words joined by hyphens"):
         names_of(name, registry_of())
