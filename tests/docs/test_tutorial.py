@@ -21,7 +21,7 @@ from pariskv.types import LayerInfo
 from tests.docs.fences import blocks
 
 FILES = {block.title: block.text for block in blocks("write-a-retriever") if block.title}
-PLUGINS = ("spread", "pages", "count")
+PLUGINS = ("spread", "pages", "principal", "count")
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_with_a_top_k_of_the_whole_zone_the_retrievers_agree_with_dense_attentio
 
     model, ids = tiny_model("llama"), prompt(150, batch=2)
     wanted, _ = dense_generate(model, ids, 40)
-    for name in ("spread", "pages"):
+    for name in ("spread", "pages", "principal"):
         settings = load_config(Path("spread.yaml"), [f"layers.default.retriever={name}", "layers.default.top_k=1000"])
         cache = pariskv.ParisCache(model, settings)
         got = model.generate(
