@@ -110,16 +110,18 @@ class Ran:
         return min(self.resident[-EDGE:])
 
 
-def run(arguments: Sequence[str], journal: Path, kill_at: int | None = None) -> Ran:
-    """`pariskv run`, killed without notice once the journal has so many lines."""
+def run(arguments: Sequence[str], journal: Path, warm: int, kill_at: int | None = None) -> Ran:
+    """`pariskv run`, killed without notice once the journal has so many lines.
+
+    warm  results after which memory is sampled: bad lines, which come first, and some batches of others
+    """
     code = "import sys; from pariskv.cli import main; main(sys.argv[1:])"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     resident: list[int] = []
     with subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment) as process:
         before = done = lines_of(journal)
         while process.poll() is None:
-            # The first requests are answered: everything is imported, and the first batch is there.
-            if (now := lines_of(journal)) > done and now > before + 8:
+            if (now := lines_of(journal)) > done and now > before + warm:
                 done = now
                 resident.append(resident_bytes(process.pid))
             if kill_at is not None and now >= kill_at:
@@ -180,9 +182,10 @@ def soak(folder: Path, requests: int, longest: int, rows: int) -> Soaked:
     prompts.write_text("".join(f"{line.text}\n" for line in lines))
     journal = out.with_name("out.jsonl.journal")
     common = ["run", str(config), "--prompts", str(prompts), "--batch-size", str(rows), "--output", str(out)]
-    killed = run(common, journal, kill_at=requests // 2)
+    warm = 4 * rows
+    killed = run(common, journal, warm + sum(bool(line.error) for line in lines), kill_at=requests // 2)
     kept = lines_of(journal) - 1
-    resumed = run([*common, "--resume"], journal)
+    resumed = run([*common, "--resume"], journal, warm)
     results = [json.loads(line) for line in out.read_text().splitlines()]
     wrong = differences(lines, results, Session.load(config))
     seconds = time.perf_counter() - started
