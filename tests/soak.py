@@ -154,7 +154,8 @@ def differences(lines: Sequence[Line], results: Sequence[dict[str, Any]], sessio
                 wrong.append(f"{index}: wanted an error with {line.error!r}, got {result}")
             continue
         generation = replace(session.config.generation, max_new_tokens=line.new_tokens)
-        alone = Session(session.model, replace(session.config, generation=generation)).generate([line.prompt])[0]
+        session.config = replace(session.config, generation=generation)
+        alone = session.generate([line.prompt])[0]
         if result.get("text") != alone:
             wrong.append(f"{index}: {len(line.prompt.split())} tokens, wanted {alone!r}, got {result}")
     return wrong
