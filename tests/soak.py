@@ -80,7 +80,7 @@ class Line:
     error: str = ""
 
 
-def make_lines(count: int, longest: int, seed: int = 0) -> list[Line]:
+def make_lines(count: int, longest: int, most_new: int, seed: int = 0) -> list[Line]:
     """Every twentieth is bad; the first good ones have 1 token and the most."""
     draw, bad, lines = random.Random(seed), list(BAD.items()), list[Line]()
     for index in range(count):
@@ -89,7 +89,7 @@ def make_lines(count: int, longest: int, seed: int = 0) -> list[Line]:
             lines.append(Line(text, error=error))
             continue
         tokens = (1, longest)[index] if index < 2 else draw.randint(1, longest)
-        prompt, new = " ".join(f"w{draw.randrange(WORDS)}" for _ in range(tokens)), draw.randint(1, 40)
+        prompt, new = " ".join(f"w{draw.randrange(WORDS)}" for _ in range(tokens)), draw.randint(1, most_new)
         lines.append(Line(json.dumps({"prompt": prompt, "max_new_tokens": new}), prompt, new))
     return lines
 
@@ -174,10 +174,10 @@ class Soaked:
     seconds: float
 
 
-def soak(folder: Path, requests: int, longest: int, rows: int) -> Soaked:
+def soak(folder: Path, requests: int, longest: int, rows: int, most_new: int = 40) -> Soaked:
     started = time.perf_counter()
     make_model(folder / "model")
-    lines = make_lines(requests, longest)
+    lines = make_lines(requests, longest, most_new)
     config, prompts, out = folder / "config.yaml", folder / "in.jsonl", folder / "out.jsonl"
     config.write_text(CONFIG.format(folder=folder / "model"))
     prompts.write_text("".join(f"{line.text}\n" for line in lines))

@@ -11,7 +11,7 @@ from soak import soak
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_mixed_requests_are_answered_as_by_themselves_across_a_kill(tmp_path: Path) -> None:
-    found = soak(tmp_path, requests=40, longest=200, rows=2)
+    found = soak(tmp_path, requests=40, longest=200, rows=2, most_new=9)
     assert found.wrong == []
     assert (found.answers, found.errors) == (38, 2)
     assert found.killed.code == -signal.SIGKILL
