@@ -83,7 +83,7 @@ class Session:
         return [self.model.decode(answer) for answer in answers]
 
     def _tokens(self, batch: Batch) -> Iterator[list[int | None]]:
-        cache, config = self._cache(batch), self.config
+        cache, config = self.cache_for(batch), self.config
         return generate(self.model, cache, batch, config.generation, self._chunk(batch), runtime=config.runtime)
 
     def read_prefix(self, texts: Sequence[str], progress: Progress | None = None) -> Prefix:
@@ -97,7 +97,7 @@ class Session:
         turns = [self.model.open_turn(text, settings.chat) for text in texts]
         batch = self.model.batch_of([ids for ids, _ in turns])
         self.refuse_beyond_context(batch.tokens.shape[1])
-        cache = self._cache(batch)
+        cache = self.cache_for(batch)
         logits = prefill(self.model, cache, batch, settings.max_new_tokens, self._chunk(batch), progress)
         return Prefix(cache, batch, logits, turns[0][1])
 
@@ -112,7 +112,7 @@ class Session:
         wanted = None
         if texts is not None:
             wanted = self.model.batch_of([self.model.open_turn(text, self.config.generation.chat)[0] for text in texts])
-        return load_prefix(path, self.model, new_cache=self._cache, tokens=wanted, sha256=sha256)
+        return load_prefix(path, self.model, new_cache=self.cache_for, tokens=wanted, sha256=sha256)
 
     def continue_prefix(self, prefix: Prefix, question: str = "") -> Iterator[list[int | None]]:
         """Read the question as the end of every row's turn, then yield each step's new token per row."""
@@ -139,7 +139,7 @@ class Session:
     ) -> Run:
         """Answer one prompt and measure it; Ctrl-C ends it early with what there is."""
         batch = self._batch([prompt], chat="off" if needle else self.config.generation.chat)
-        cache = self._cache(batch)
+        cache = self.cache_for(batch)
         run = self._measure(cache, batch, on_text, progress, self.config.runtime)
         state = cache.request
         run.report = replace(
@@ -250,7 +250,8 @@ class Session:
             self._is_warm = True
         return cache
 
-    def _cache(self, batch: Batch) -> ParisCache:
+    def cache_for(self, batch: Batch) -> ParisCache:
+        """An empty cache for a batch; raises CapacityError where the memory does not hold what it would take."""
         cache = self.new_cache()
         if self.config.runtime.check_memory:
             rows, prompt_tokens = batch.tokens.shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -110,6 +110,16 @@ class LanguageModel:
         head, _, tail = str(whole).rpartition(GOES_ON)
         return self.plain_ids(head), tail
 
+    def render(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation through the chat template, up to where the model's answer begins.
+
+        Raises ConfigError where the tokenizer has no template.
+        """
+        if not self.uses_template("auto"):
+            raise ConfigError(f"{self.loaded.name} has no chat template, which a conversation needs; use a chat model")
+        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return self.plain_ids(str(text))
+
     def plain_ids(self, text: str) -> list[int]:
         """Token ids of the text alone, without those that the tokenizer begins a prompt with."""
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
@@ -126,9 +136,7 @@ class LanguageModel:
             return []
         if not self.uses_template(chat):
             return list(self.tokenizer(prompt).input_ids)
-        messages = [{"role": "user", "content": prompt}]
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return self.plain_ids(text)
+        return self.render([{"role": "user", "content": prompt}])
 
     def count_tokens(self, text: str) -> int:
         return len(self.tokenizer(text).input_ids)

@@ -150,7 +150,8 @@ class ParisCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest tokens of every row: -n of them, as transformers counts.
 
-        Raises PluginContractError or BindingError where a store cannot give back what it holds.
+        Raises PluginContractError, BindingError or ModelError where a store or a sliding window cannot give back what
+        it held; then the cache is of no more use.
         """
         if tokens_to_remove > 0:
             raise ValueError(f"crop: wanted the tokens to remove as a negative number, got {tokens_to_remove}")
@@ -159,7 +160,13 @@ class ParisCache(Cache):
         for row, tokens in enumerate(self.request.lengths):
             self.request.crop(row, max(0, tokens + tokens_to_remove))
         for layer in self._stock:
-            layer.crop(tokens_to_remove)
+            try:
+                layer.crop(tokens_to_remove)
+            except RuntimeError as error:
+                raise ModelError(
+                    f"crop: a sliding-window layer has dropped what it would go back to; activate_past_recording() "
+                    f"before the tokens come that may be taken back, or read the prompt anew ({error})"
+                ) from error
         self._set_columns(max(0, columns))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

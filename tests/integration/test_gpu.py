@@ -12,6 +12,7 @@ from pariskv import ParisCache, parse_config
 from pariskv.config import GenerationConfig, RuntimeConfig
 from pariskv.decode import Batch, decode, make_steps, prefill
 from pariskv.graph import CapturedSteps
+from pariskv.prefix import Prefix
 from pariskv.sampling import Sampler
 
 pytestmark = [
@@ -136,3 +137,32 @@ def test_two_thousand_replayed_steps_equal_eager_ones() -> None:
     tokens, captures = replayed(model, ids, LOSSY, 2000)
     assert torch.equal(tokens, loop(model, ids, LOSSY, 2000, graph="off"))
     assert captures < 20
+
+
+@pytest.mark.parametrize("store", ["uva", "resident"])
+def test_captured_steps_of_forks_equal_those_of_fresh_runs(store: str) -> None:
+    """Through tails that begin and grow, and after going back into what is shared."""
+    model = tiny_model("llama").cuda()
+    config = parse_config({"store": store, "layers": {"default": {"top_k": 16, "candidates": 0.5}}, "window": WINDOW})
+    lm, settings, ids = language_model(model), GenerationConfig(max_new_tokens=60), prompt(150).cuda()
+    questions = [prompt(count, seed=count).cuda() for count in (9, 1, 21)]
+
+    def answer(prefix: Prefix, question: torch.Tensor) -> list[list[int | None]]:
+        prefix.append(lm, question, 60)
+        return list(prefix.generate(lm, settings, RuntimeConfig(graph="on")))
+
+    def read() -> Prefix:
+        cache = ParisCache(model, config)
+        return Prefix(cache, Batch(ids), prefill(lm, cache, Batch(ids), 60))
+
+    want = [answer(read(), question) for question in questions]
+    first = read()
+    forks = [first, first.fork(), first.fork()]
+    assert [answer(fork, question) for fork, question in zip(forks, questions, strict=True)] == want
+    covering = ParisCache(model, COVERING)
+    prefill(lm, covering, Batch(ids), 60)
+    back = covering.fork()
+    back.crop(-70)
+    whole = torch.cat((ids[:, :80], questions[0]), dim=1)
+    dense, _ = dense_generate(model, whole, 60)
+    assert answer(Prefix(back, Batch(ids[:, :80])), questions[0]) == dense.T.tolist()
