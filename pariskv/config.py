@@ -108,6 +108,7 @@ class PrefillConfig:
 class GenerationConfig:
     max_new_tokens: int = field(default=128, metadata={"help": "tokens to generate at most"})
     temperature: float = field(default=0.0, metadata={"help": "0: the most probable token"})
+    top_k: int = field(default=0, metadata={"help": "sample from so many of the most probable tokens; 0: from all"})
     top_p: float = field(default=1.0, metadata={"help": "sample from the smallest set with this probability"})
     seed: int = field(default=0, metadata={"help": "seed of the sampling"})
     chat: Literal["auto", "on", "off"] = field(
@@ -270,6 +271,7 @@ def _check_sizes(config: Config) -> None:
         _at_least("prefill.chunk", config.prefill.chunk, 1)
     _at_least("generation.max_new_tokens", generation.max_new_tokens, 1)
     _at_least("generation.seed", generation.seed, 0)
+    _at_least("generation.top_k", generation.top_k, 0)
     _at_least("quickstart.prompt_tokens", config.quickstart.prompt_tokens, 1)
     _at_least("quickstart.seed", config.quickstart.seed, 0)
     _check_evaluation(config.evaluation)

@@ -1,4 +1,4 @@
-"""Choosing the next token: greedy, or by temperature and top-p with a seed."""
+"""Choosing the next token: greedy, or by temperature, top-k and top-p with a seed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sampler:
 
     def __init__(self, settings: GenerationConfig, batch: int, seeds: Sequence[int] | None = None):
         self.temperature = settings.temperature
-        self.top_p = settings.top_p
+        self.top_k, self.top_p = settings.top_k, settings.top_p
         self._seed = settings.seed
         each = [settings.seed] * batch if seeds is None else seeds
         self._generators = [torch.Generator().manual_seed(seed) for seed in each]
@@ -55,11 +55,19 @@ class Sampler:
     def _drawn(self, logits: Tensor, draws: Tensor) -> Tensor:
         # Relative to the best, or a tiny temperature would make infinities.
         logits = logits.double() - logits.amax(dim=-1, keepdim=True)
-        kept = _nucleus(torch.softmax(logits / self.temperature, dim=-1), self.top_p)
+        likely = _most_likely(logits, self.top_k)
+        kept = _nucleus(torch.softmax(likely / self.temperature, dim=-1), self.top_p)
         reached = kept.cumsum(dim=-1)
         whole = reached[:, -1:]
         # The first token that reaches beyond the draw; never behind the last one that is kept.
         return ((reached <= draws.unsqueeze(-1) * whole) & (reached < whole)).sum(dim=-1)
+
+
+def _most_likely(logits: Tensor, top_k: int) -> Tensor:
+    """The top_k largest logits, and those equal to the last of them; the others become -inf. 0: all of them."""
+    if top_k == 0 or top_k >= logits.shape[-1]:
+        return logits
+    return logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:

@@ -20,7 +20,7 @@ from pariskv.evaluation.tasks.answering import Prompt, answer
 from pariskv.lengths import refuse_beyond_context
 from pariskv.session import Session
 
-KNOWN = ("until", "max_gen_toks", "max_tokens", "do_sample", "temperature", "top_p")
+KNOWN = ("until", "max_gen_toks", "max_tokens", "do_sample", "temperature", "top_k", "top_p")
 
 
 class ParisLM(LM):  # type: ignore[misc,unused-ignore]
@@ -69,7 +69,9 @@ class ParisLM(LM):  # type: ignore[misc,unused-ignore]
         new = int(settings.get("max_gen_toks", settings.get("max_tokens", generation.max_new_tokens)))
         is_sampled = settings.get("do_sample", float(settings.get("temperature") or 0) > 0)
         temperature = float(settings.get("temperature", generation.temperature)) if is_sampled else 0.0
-        generation = replace(generation, temperature=temperature, top_p=float(settings.get("top_p", generation.top_p)))
+        top_k = int(settings.get("top_k", generation.top_k))
+        top_p = float(settings.get("top_p", generation.top_p))
+        generation = replace(generation, temperature=temperature, top_k=top_k, top_p=top_p)
         rows = [model.encode([context], "off").tokens[0].tolist() for context in contexts]
         refuse_beyond_context(config, model.context_length, max(map(len, rows)), new, "a prompt of the task")
         prompts = [Prompt(row, 1, generation.seed) for row in rows]

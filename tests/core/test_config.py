@@ -222,6 +222,7 @@ REFUSED = {
     "quickstart: {prompt_tokens: 0}": "quickstart.prompt_tokens: got 0, wanted an integer >= 1",
     "generation: {max_new_tokens: 0}": "generation.max_new_tokens: got 0, wanted an integer >= 1",
     "generation: {seed: -1}": "generation.seed: got -1, wanted an integer >= 0",
+    "generation: {top_k: -1}": "generation.top_k: got -1, wanted an integer >= 0",
     "generation: {temperature: -0.1}": "generation.temperature: got -0.1, wanted a number >= 0",
     "generation: {temperature: .nan}": "generation.temperature: got nan, wanted a number >= 0",
     "generation: {temperature: .inf}": "generation.temperature: got inf, wanted a number >= 0",

@@ -41,6 +41,17 @@ def test_top_p_keeps_the_smallest_set_with_that_mass(top_p: float, kept: set[int
     assert chosen == kept
 
 
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"), [(1, 1.0, {0}), (2, 1.0, {0, 2}), (3, 0.7, {0, 2}), (9, 1.0, {0, 1, 2, 3})]
+)
+def test_top_k_keeps_the_most_likely_and_top_p_chooses_among_them(top_k: int, top_p: float, kept: set[int]) -> None:
+    """Of three tokens with 0.5, 0.25 and 0.15, two have 0.75 / 0.9 of the mass that is left."""
+    logits = torch.tensor([0.5, 0.1, 0.25, 0.15], dtype=torch.float64).log().unsqueeze(0)
+    draws = torch.linspace(0, 1 - 2**-53, 200, dtype=torch.float64)
+    chosen = {int(sampler(top_k=top_k, top_p=top_p).choose(logits, one.view(1))) for one in draws}
+    assert chosen == kept
+
+
 def test_no_draw_reaches_a_token_behind_the_last_that_is_kept() -> None:
     logits = torch.tensor([[0.0, -1.0, -torch.inf, -torch.inf]], dtype=torch.float64)
     assert sampler().choose(logits, torch.ones(1, dtype=torch.float64)).tolist() == [1]
