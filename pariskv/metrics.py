@@ -21,7 +21,8 @@ of which the N tokens of the zone Z can be retrieved; the others (sink, ring) ar
 
 With an empty zone nothing can be lost: both recalls and the ratio are 1. Where nothing is fetched of a zone that is
 not empty, the ratio is 0. What is attended without a token's own row (extra rows, a partial attention) is part of
-o_g and of no set; where a partial attention is all that there is, the sets are unknown and so are their measures.
+o_g and of no set; where a selection is a partial attention without a slot, the sets are unknown and so are their
+measures.
 
     kl               = sum over v of d_v (log d_v - log r_v)   in nats; d dense, r the retriever's distribution
     argmax_agreement = 1 where both have the same most probable token, else 0
@@ -125,7 +126,7 @@ def measure(truth: Truth, seen: Observed, top_k: int) -> dict[str, Tensor]:
         "output_error": relative_error(seen.out, truth.out).mean(-1),
         "fetched": counts.double(),
     }
-    if seen.selection is not None and seen.selection.partial is not None and not bool(fetched.any()):
+    if seen.selection is not None and seen.selection.partial is not None and not seen.selection.indices.shape[-1]:
         return found
     candidates = _members(seen.candidates, truth, "coarse_select")
     attended = _attended(seen.selection, fetched, truth)  # [B, H, G, n]

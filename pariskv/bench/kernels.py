@@ -214,7 +214,7 @@ def kernels(top_ks: tuple[int, ...]) -> list[Kernel]:
     def rerank(one: Inputs) -> Tensor:
         codes, scaling = (one.codes.codes, one.codes.weights, one.candidates), one.heads.shape[-1] ** -0.5
         steady = one.query.offset  # zeros
-        return combine_estimates(one.query.heads, *codes, one.query.offset, steady, "sum_softmax", scaling)
+        return combine_estimates(one.query.heads, *codes, one.query.offset, steady, "sum_softmax", scaling)[0]
 
     return [
         Kernel(

@@ -8,7 +8,7 @@ same tokens. Sums are kept, never a matrix of tokens by tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,11 @@ if TYPE_CHECKING:
     from pariskv.integrations.reference import Reference
     from pariskv.integrations.transformers import ParisCache
 
-SUMMARY = ("candidate_recall", "recall", "mass_ratio", "output_error", "kl", "argmax_agreement")
+SUMMARY = ("candidate_recall", "recall", "mass_ratio", "output_error", "kl", "argmax_agreement", "fetched")
 """What a summary says, in this order; None for what a retriever does not let be known."""
+
+HEADS = (*LAYER_MEASURES, "fetched")
+"""What is said of a layer."""
 
 CHUNK = 2048
 """Tokens of a prompt that go through the dense pass at a time."""
@@ -76,7 +79,7 @@ class Measured:
         """A row for each layer: its means, and those of its heads."""
         heads = self.fidelity.per_head()
         return [
-            {"layer": index, **{name: means.get(name) for name in LAYER_MEASURES}, "heads": heads[index]}
+            {"layer": index, **{name: means.get(name) for name in HEADS}, "heads": heads[index]}
             for index, means in self.fidelity.per_layer().items()
         ]
 
@@ -167,14 +170,11 @@ def _replay(
         progress(done := done + 1, total)
 
 
-HEADS = ("candidate_recall", "recall", "mass", "oracle_mass", "mass_ratio", "output_error")
-
-
 def results_of(found: Measured, manifest: Mapping[str, Any], title: str) -> Results:
     """The measures as tables, charts and JSON."""
     summary, words = found.summary(), [name.replace("_", " ") for name in SUMMARY]
-    texts = [[name, *map(number, means.values())] for name, means in found.texts.items()]
-    layers = [[str(row["layer"]), *(number(row[name]) for name in HEADS)] for row in found.layers()]
+    texts = [[name, *_shown(means, SUMMARY)] for name, means in found.texts.items()]
+    layers = [[str(row["layer"]), *_shown(row, HEADS)] for row in found.layers()]
     headline = (
         f"What is fetched has {percent(summary['mass_ratio'])} of the attention that the best choice of as many rows "
         f"has. The next token is dense attention's in {percent(summary['argmax_agreement'])} of the steps."
@@ -184,9 +184,9 @@ def results_of(found: Measured, manifest: Mapping[str, Any], title: str) -> Resu
         {"layers": found.layers(), "summary": summary},
         title,
         headline,
-        [(number(summary[name]), word) for name, word in zip(SUMMARY, words, strict=True)],
+        list(zip(_shown(summary, SUMMARY), words, strict=True)),
         [
-            Table("By text", ["text", *words], [*texts, ["all", *map(number, summary.values())]], summed=1),
+            Table("By text", ["text", *words], [*texts, ["all", *_shown(summary, SUMMARY)]], summed=1),
             Table("By layer", ["layer", *(name.replace("_", " ") for name in HEADS)], layers),
         ],
         [
@@ -195,6 +195,11 @@ def results_of(found: Measured, manifest: Mapping[str, Any], title: str) -> Resu
         ],
         tuple(dict.fromkeys((*SUMMARY, *HEADS))),
     )
+
+
+def _shown(values: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """The values as a table shows them: shares and errors to four digits, rows to one."""
+    return [number(values[name], digits=1 if name == "fetched" else 4) for name in names]
 
 
 def _draw_layers(figure: Any, found: Measured) -> None:

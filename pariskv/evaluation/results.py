@@ -24,6 +24,7 @@ DEFINITIONS: Mapping[str, str] = {
     "mass_ratio": "mass over oracle mass: 1 where no other choice of as many rows has more attention",
     "output_error": "how far a layer's output is from dense attention's, relative to its length; 0 is the same",
     "kl": "Kullback-Leibler divergence of the next token's distribution from dense attention's, in nats; 0 is the same",
+    "fetched": "distinct rows that are fetched for a key/value head at a step, the mean",
     "argmax_agreement": "how often the most probable next token is that of dense attention",
     "attended": "tokens that a query head attends to in a step, first and newest ones included",
     "start": "the mean of the first tenth of the positions",

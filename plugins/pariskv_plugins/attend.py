@@ -13,7 +13,7 @@ from pariskv.types import Partial, Query, Rows, Selected, WorkingSet
 
 
 class NumbaAttend(Retriever):
-    """One pass over sink, ring and selected rows; extra rows and partial attentions are merged in."""
+    """One pass over sink, ring and selected rows, into which a partial attention is merged; extra rows take another."""
 
     graph_safe = True
 
@@ -23,16 +23,23 @@ class NumbaAttend(Retriever):
 
     @hookimpl
     def attend(self, query: Query, working: WorkingSet, selected: Selected | None) -> tuple[Tensor, Tensor]:
-        valid = None if selected is None else selected.valid
-        bias = None if selected is None else selected.bias
-        out, lse = attend_rows(query.heads, working.rows, working.steady, valid, bias, query.scaling, query.softcap)
-        if selected is None:
+        valid = bias = other = None
+        if selected is not None:
+            valid, bias, other = selected.valid, selected.bias, _in_full(selected.partial, query.heads.dtype)
+        how = query.scaling, query.softcap
+        out, lse = attend_rows(query.heads, working.rows, working.steady, valid, bias, *how, other)
+        if selected is None or selected.extra is None:
             return out, lse
-        if selected.extra is not None:
-            out, lse = merge(Partial(out, lse), _attend_extra(query, selected.extra))
-        if selected.partial is not None:
-            out, lse = merge(Partial(out, lse), selected.partial)
+        out, lse = merge(Partial(out, lse), _attend_extra(query, selected.extra))
         return out.to(query.heads.dtype), lse
+
+
+def _in_full(partial: Partial | None, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    """A partial attention in the precision that heads of this dtype are computed in."""
+    if partial is None:
+        return None
+    wide = torch.promote_types(dtype, torch.float32)
+    return partial.out.to(wide), partial.lse.to(wide)
 
 
 def _attend_extra(query: Query, extra: Rows) -> Partial:

@@ -186,11 +186,14 @@ def test_dense_loses_nothing_and_nothing_fetched_is_nothing_found() -> None:
 
 def test_what_only_a_partial_attention_saw_is_not_known() -> None:
     truth, *_ = case([12], [8], 2)
-    empty = torch.full((1, HEADS, 3), -1, dtype=torch.int32)
+    empty = torch.empty(1, HEADS, 0, dtype=torch.int32)
     partial = Partial(truth.out, truth.out[..., 0])
     found = measure(truth, Observed(empty, Selection(empty, partial=partial), 2 * truth.out), 5)
     assert set(found) == {"output_error", "fetched"}
     torch.testing.assert_close(found["output_error"], torch.ones(1, HEADS, dtype=torch.float64))
+    none_chosen = torch.full((1, HEADS, 3), -1, dtype=torch.int32)
+    found = measure(truth, Observed(none_chosen, Selection(none_chosen, partial=partial), 2 * truth.out), 5)
+    assert [float(found[name].max()) for name in ("recall", "mass_ratio")] == [0.0] * 2  # slots, and nothing in them
 
 
 @pytest.mark.parametrize("position", [8, 9, 10, 300])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pariskv_kernels.combine import COMBINE, combine_scores
+from pariskv_kernels.combine import COMBINE, combine_estimates, combine_scores, sum_estimates
 from pariskv_kernels.encode import encode_keys
 from pariskv_kernels.rerank import estimate_scores, estimate_scores_by_head
 from torch import Tensor
@@ -72,6 +72,32 @@ def test_estimates_by_head_are_those_of_each_head(dim: int, m: int) -> None:
     for g in range(4):
         one = estimate_scores(rotated[:, :, g].contiguous(), codes.codes, codes.weights, indices)
         torch.testing.assert_close(got[:, :, g], one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_estimates_are_summed_by_head_beside_their_ranking(softcap: float | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    encoded = encode_keys(torch.randn(2, 3, 90, 64, generator=generator), 8)
+    rotated = torch.randn(2, 3, 4, 64, generator=generator)
+    offset, steady = (torch.randn(2, 3, 4, generator=generator) for _ in range(2))
+    indices = torch.randint(-1, 90, (2, 3, 70), generator=generator, dtype=torch.int32)
+    indices[0, 0] = -1
+    codes = encoded.codes, encoded.weights
+    scores, sums = combine_estimates(rotated, *codes, indices, offset, steady, "sum_softmax", 0.1, softcap)
+    products = estimate_scores_by_head(rotated, *codes, indices)
+    torch.testing.assert_close(scores, combine_scores(products, offset, steady, "sum_softmax", 0.1, softcap))
+    each = (products.double() + offset.double().unsqueeze(3)) * 0.1
+    if softcap is not None:
+        each = (softcap * torch.tanh(each / softcap)).where(products > -torch.inf, -torch.inf)
+    for found in (sums, sum_estimates(rotated, *codes, indices, offset, 0.1, softcap)):
+        assert found.shape[:3] == (2, 3, 4)
+        assert found.shape[4:] == (2,)
+        highest, mass = found.double().unbind(-1)
+        torch.testing.assert_close((highest + mass.log()).logsumexp(-1), each.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    assert bool((sums[0, 0, ..., 0] == -torch.inf).all())
+    none = sum_estimates(rotated, *codes, indices[..., :0], offset, 0.1, softcap)
+    assert bool((none[..., 0] == -torch.inf).all())
+    assert not bool(none[..., 1].any())
 
 
 def test_wrong_arguments_are_named() -> None:

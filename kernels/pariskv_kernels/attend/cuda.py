@@ -32,6 +32,7 @@ def attend_rows(
     bias: Tensor | None,
     scaling: float,
     softcap: float | None = None,
+    other: tuple[Tensor, Tensor] | None = None,
     threads: int = 256,
 ) -> tuple[Tensor, Tensor]:
     batch, num_heads, group, head_dim = heads.shape
@@ -41,6 +42,8 @@ def attend_rows(
     out = torch.empty_like(heads, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, num_heads, group, dtype=torch.float32, device=heads.device)
     if tokens == 0:
+        if other is not None:
+            return out.copy_(other[0].where(other[1].unsqueeze(-1) > -math.inf, 0)), lse.copy_(other[1])
         return out.zero_(), lse.fill_(-math.inf)
     constants = plan.constants(head_dim, group, heads.dtype, threads)
     attend = attend_tile(
@@ -64,8 +67,9 @@ def attend_rows(
         partial,
     )
     parts = max(1, 2 * threads // head_dim)
-    merge = merge_tiles(D=head_dim, PARTS=parts, store=from_float(heads.dtype))
-    launch(merge, (group, num_heads, batch), parts * head_dim, partial, tiles, out.view(-1), lse.view(-1))
+    merge = merge_tiles(D=head_dim, PARTS=parts, HAS_OTHER=other is not None, store=from_float(heads.dtype))
+    others = (lse.view(-1),) * 2 if other is None else tuple(one.contiguous().view(-1) for one in other)
+    launch(merge, (group, num_heads, batch), parts * head_dim, partial, tiles, *others, out.view(-1), lse.view(-1))
     return out, lse
 
 
@@ -228,8 +232,11 @@ def attend_tile(heads, words, strides, steady, valid, bias, scaling, softcap, pa
 
 
 @template
-def merge_tiles(partial, tiles, out, lse):
-    """A block for each query head, PARTS threads for each dimension: each merges some of the tiles, four at a time."""
+def merge_tiles(partial, tiles, other_out, other_lse, out, lse):
+    """A block for each query head, PARTS threads for each dimension: each merges some of the tiles, four at a time.
+
+    Where it HAS_OTHER, the first part begins with what that attention found.
+    """
     values = cuda.shared.array(PARTS * D, np.float32)
     tops = cuda.shared.array(PARTS, np.float32)
     masses = cuda.shared.array(PARTS, np.float32)
@@ -238,6 +245,8 @@ def merge_tiles(partial, tiles, out, lse):
     row = (b * cuda.gridDim.y + h) * cuda.gridDim.x + g
     first_tile = np.uint64(row * tiles) * np.uint64(D + 2)
     top, mass, value = NOTHING, ZERO, ZERO
+    if HAS_OTHER and part == 0 and other_lse[np.uint64(row)] != NOTHING:
+        top, mass, value = other_lse[np.uint64(row)], np.float32(1), other_out[np.uint64(row * D + d)]
     for first in range(part, tiles, 4 * PARTS):
         for i in static(4):
             tile = np.uint64(min(np.uint32(first + i * PARTS), np.uint32(tiles - 1)))

@@ -16,6 +16,7 @@ def attend_rows(
     bias: Tensor | None,
     scaling: float,
     softcap: float | None = None,
+    other: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Everything in float32, or in float64 where the heads are."""
     wide = torch.promote_types(heads.dtype, torch.float32)
@@ -33,4 +34,8 @@ def attend_rows(
     # No row in use: every weight is exp(-inf), 0, instead of exp(-inf - -inf).
     weights = (scores - lse.clamp(min=torch.finfo(wide).min).unsqueeze(-1)).exp()
     out = weights @ values.masked_fill(~used.unsqueeze(-1), 0)
+    if other is not None:
+        own, lse = lse, torch.logaddexp(lse, other[1])
+        share = (own - lse.clamp(min=torch.finfo(wide).min)).exp().unsqueeze(-1)
+        out = share * out + (1 - share) * other[0].where(other[1].unsqueeze(-1) > -math.inf, 0)
     return out.to(heads.dtype), lse

@@ -14,7 +14,7 @@ from pariskv_kernels.cpu import is_compiled_for
 from pariskv_kernels.launch import is_on_gpu
 from pariskv_kernels.rerank import check_estimates, estimate_scores_by_head, runs_on_gpu
 
-__all__ = ["COMBINE", "combine_estimates", "combine_scores"]
+__all__ = ["COMBINE", "combine_estimates", "combine_scores", "sum_estimates"]
 
 
 def combine_scores(
@@ -56,22 +56,54 @@ def combine_estimates(
     how: str,
     scaling: float,
     softcap: float | None = None,
-) -> Tensor:
+    with_sums: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """`combine_scores` of what `estimate_scores_by_head` gives, with their arguments; a GPU sums while it estimates.
 
-    rotated [B, H, G, P], codes [B, H, N, P / 2], weights [B, H, N, S], indices [B, H, C]; returns [B, H, C]
+    rotated [B, H, G, P], codes [B, H, N, P / 2], weights [B, H, N, S], indices [B, H, C]
+    returns [B, H, C], and what `sum_estimates` returns; None where the sums are not wanted and not had anyway
     """
-    gpu = runs_on_gpu(rotated, codes, weights, indices, offset, steady)
-    if not gpu or how == "max_logit" or indices.shape[-1] == 0:
-        products = estimate_scores_by_head(rotated, codes, weights, indices)
-        return combine_scores(products, offset, steady, how, scaling, softcap)
-    check_estimates(rotated, codes, weights, indices, by_head=True)
     _check(offset, steady, how, rotated.shape[:3])
-    from pariskv_kernels.combine.cuda import combine_by_sums
-    from pariskv_kernels.rerank.cuda_group import estimate_and_sum
+    if _sums_on_gpu(rotated, codes, weights, indices, offset, steady):
+        from pariskv_kernels.combine.cuda import combine_by_sums
+        from pariskv_kernels.rerank.cuda_group import estimate_and_sum
 
-    products, sums = estimate_and_sum(rotated, codes, weights, indices, offset, scaling, softcap)
-    return combine_by_sums(products, offset, steady, sums, how, scaling, softcap)
+        products, sums = estimate_and_sum(rotated, codes, weights, indices, offset, scaling, softcap)
+        return combine_by_sums(products, offset, steady, sums, how, scaling, softcap), sums
+    products = estimate_scores_by_head(rotated, codes, weights, indices)
+    scores = combine_scores(products, offset, steady, how, scaling, softcap)
+    return scores, naive.sum_products(products, offset, scaling, softcap) if with_sums else None
+
+
+def sum_estimates(
+    rotated: Tensor,
+    codes: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    offset: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+) -> Tensor:
+    """How much attention each head is estimated to pay to the tokens, in parts [B, H, G, parts, 2] float32.
+
+    Of the scores of each part, which `combine_scores` defines: the highest, -inf of none, and the sum of
+    exp(score - highest), 0 of none. Into how many parts the tokens are cut is left open.
+    """
+    check_shape("offset", offset, *rotated.shape[:3])
+    if _sums_on_gpu(rotated, codes, weights, indices, offset):
+        from pariskv_kernels.rerank.cuda_group import estimate_and_sum
+
+        return estimate_and_sum(rotated, codes, weights, indices, offset, scaling, softcap)[1]
+    products = estimate_scores_by_head(rotated, codes, weights, indices)
+    return naive.sum_products(products, offset, scaling, softcap)
+
+
+def _sums_on_gpu(rotated: Tensor, codes: Tensor, weights: Tensor, indices: Tensor, *others: Tensor) -> bool:
+    """The kernel is there for it; its arguments have been checked then."""
+    if not indices.shape[-1] or not runs_on_gpu(rotated, codes, weights, indices, *others):
+        return False
+    check_estimates(rotated, codes, weights, indices, by_head=True)
+    return True
 
 
 def _check(offset: Tensor, steady: Tensor, how: str, shape: Sequence[int]) -> None:

@@ -14,9 +14,14 @@ calibrate`), of the prompt's, or of both. The rotation of the paper comes after 
 
 A third is learnt from the last queries of the prompt: which of a group's heads look into the zone at all. A head that
 attends to sink and ring only should have no say in what is proposed (`vote_combine: weighted_query`).
+
+And of the values their mean and how they go with the keys: what a query would find in the tokens that it does not fetch
+(`rest: gaussian`).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from pariskv_kernels.srht import padded_dim
@@ -33,15 +38,24 @@ PRIOR_TOKENS = 1000
 
 
 def learn_frame(
-    layer: LayerInfo, prefill: Prefill, centre: str, precondition: str, exponent: float, weighted: bool, seed: int
+    layer: LayerInfo,
+    prefill: Prefill,
+    centre: str,
+    precondition: str,
+    exponent: float,
+    weighted: bool,
+    seed: int,
+    with_values: bool = False,
 ) -> Tensors:
-    """The frame of every row: what `to_frame` wants, and the same for queries.
+    """The frame of every row: what `to_frame` wants, and the same for queries; and, with_values, what `rest` wants.
 
     centre      [B, H, D]     float32
     keys_to     [B, H, D, P]  float32, A^T and the rotation: z = (k - centre) @ keys_to
     queries_to  [B, H, D, P]  float32, A^-1 and the rotation: z . (q @ queries_to) = P q.(k - centre)
     power       [B, H]        float32, the mean of |z|^2
     weights     [B, H, G]     float32, how much each head of a group counts in the vote; the mean is 1
+    mean_value  [B, H, D]     float32
+    slopes      [B, H, D, D]  float32, the covariance of keys (rows) and values (columns)
     """
     batch, heads, dim = layer.batch, layer.kv_heads, layer.head_dim
     padded, device = padded_dim(dim), layer.device
@@ -52,31 +66,56 @@ def learn_frame(
         "power": torch.zeros(batch, heads, device=device),
         "weights": torch.ones(batch, heads, layer.group, device=device),
     }
+    if with_values:
+        state["mean_value"] = torch.zeros(batch, heads, dim, device=device)
+        state["slopes"] = torch.zeros(batch, heads, dim, dim, device=device)
     rotation = rotation_matrix(dim, padded, seed, device).double()
     for row, tokens in enumerate(prefill.lengths):
         if tokens:
-            mean, moment = _moments(prefill, row, tokens, centre != "none")
+            found = _moments(prefill, row, tokens)
+            mean, moment = found.about(found.mean if centre != "none" else torch.zeros_like(found.mean))
             stretch, inverse = preconditioner(moment, _query_moment(prefill, row, precondition, layer.group), exponent)
             state["centre"][row] = mean
             state["keys_to"][row] = stretch.mT @ rotation
             state["queries_to"][row] = inverse @ rotation
             state["power"][row] = padded * (stretch @ moment @ stretch.mT).diagonal(dim1=-2, dim2=-1).sum(-1)
+            if with_values:
+                state["mean_value"][row], state["slopes"][row] = found.mean_value, found.slopes
             if weighted:
                 state["weights"][row] = zone_shares(layer, prefill, row)
     return state
 
 
-def _moments(prefill: Prefill, row: int, tokens: int, centred: bool) -> tuple[Tensor, Tensor]:
-    """The mean of a row's keys [H, D], 0 where not centred, and their second moment around it [H, D, D]; float64."""
-    total, squares = torch.zeros(()), torch.zeros(())
-    for keys, _ in prefill.blocks(row):
-        keys = keys.double()
-        total = total.to(keys) + keys.sum(1)
+class _Moments(NamedTuple):
+    """Of a row's zone, all float64.
+
+    mean        [H, D]     of the keys
+    square      [H, D, D]  of k k^T
+    mean_value  [H, D]
+    slopes      [H, D, D]  the covariance of keys and values
+    """
+
+    mean: Tensor
+    square: Tensor
+    mean_value: Tensor
+    slopes: Tensor
+
+    def about(self, centre: Tensor) -> tuple[Tensor, Tensor]:
+        """The centre [H, D], their mean or 0, and the keys' second moment around it."""
+        return centre, self.square - centre.unsqueeze(2) * centre.unsqueeze(1)
+
+
+def _moments(prefill: Prefill, row: int, tokens: int) -> _Moments:
+    keys_sum = values_sum = squares = products = torch.zeros(())
+    for block, block_values in prefill.blocks(row):
+        keys, values = block.double(), block_values.double()
+        keys_sum = keys_sum.to(keys) + keys.sum(1)
+        values_sum = values_sum.to(keys) + values.sum(1)
         squares = squares.to(keys) + keys.mT @ keys
-    mean = total / tokens
-    if not centred:
-        return torch.zeros_like(mean), squares / tokens
-    return mean, squares / tokens - mean.unsqueeze(2) * mean.unsqueeze(1)
+        products = products.to(keys) + keys.mT @ values
+    mean, mean_value = keys_sum / tokens, values_sum / tokens
+    slopes = products / tokens - mean.unsqueeze(2) * mean_value.unsqueeze(1)
+    return _Moments(mean, squares / tokens, mean_value, slopes)
 
 
 def _query_moment(prefill: Prefill, row: int, precondition: str, group: int) -> Tensor | None:

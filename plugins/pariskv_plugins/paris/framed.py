@@ -5,27 +5,32 @@ product itself, and multiplies the sum by the key's norm; so it estimates the in
 before and a byte for the norm. The rerank scores the candidates for every head of a group and adds their
 probabilities, as attention will: normalised over sink and ring, too, so that a head that looks elsewhere does not crowd
 the others out.
+
+The candidates that lose are not forgotten: their scores were estimated, so their weight is known, and what a head would
+find there follows from the mean value of the zone and how its values go with its keys (`rest: gaussian`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from pariskv_kernels.collide import collide, collide_scaled
-from pariskv_kernels.combine import combine_estimates
+from pariskv_kernels.combine import combine_estimates, sum_estimates
 from pariskv_kernels.encode import encode_keys
 from pariskv_kernels.frame import queries_to_frame, to_frame
 from pariskv_kernels.linear import linear_table
 from pariskv_kernels.rerank import estimate_scores
+from pariskv_kernels.rest import Known, estimate_rest
 from pariskv_kernels.select import select_by_votes
 from pariskv_kernels.tiers import MAX_WEIGHT, tier_table
 from torch import Tensor
 
+from pariskv.attention import merge
 from pariskv.errors import ConfigError
 from pariskv.hookspecs import Need, Retriever, hookimpl
-from pariskv.types import TOKENS, Budget, CodeField, Codes, LayerInfo, Prefill, Query, Selection, Tensors
+from pariskv.types import TOKENS, Budget, CodeField, Codes, LayerInfo, Partial, Prefill, Query, Selection, Tensors
 from pariskv_plugins.keep import keep_best
 from pariskv_plugins.paris.format import check_options, encoded, fields
 from pariskv_plugins.paris.frame import learn_frame
@@ -37,6 +42,7 @@ CHOICES = {
     "precondition": ("none", "model", "prompt", "both"),
     "vote_combine": ("mean_query", "weighted_query", "sum_votes"),
     "combine": ("mean_query", "max_logit", "sum_softmax", "max_softmax"),
+    "rest": ("none", "gaussian"),
 }
 
 PROBABILITIES = ("sum_softmax", "max_softmax")
@@ -58,6 +64,7 @@ class Options:
     vote_combine: str = "weighted_query"  # of a group's heads in the vote: mean_query, weighted_query, sum_votes
     combine: str = "sum_softmax"  # of a group's heads in the rerank: mean_query, max_logit, sum_softmax, max_softmax
     min_share: float = 0.0  # a row's least estimated share of the group's attention to be fetched; 0: top_k rows
+    rest: str = "none"  # attention to what is not fetched: none (forgotten) or gaussian (estimated and added)
     recentre: float = 0.5  # how far the new keys' mean may lie off centre, a share of their power; 0: never learn anew
 
 
@@ -75,6 +82,7 @@ class ParisKV(Retriever):
         self.reads_steady = frozenset({"rerank"} if self.options.combine in PROBABILITIES else ())
         self.adapts_top_k = self.options.min_share > 0
         self.has_norms = self.options.vote == "linear" and self.options.norm_weight
+        self.estimates_rest = self.options.rest == "gaussian"
         self.needs: frozenset[Need] = frozenset(self._needs())
 
     def _needs(self) -> list[Need]:
@@ -96,9 +104,8 @@ class ParisKV(Retriever):
     @hookimpl
     def fit(self, layer: LayerInfo, prefill: Prefill) -> Tensors:
         options, weighted = self.options, self.options.vote_combine == "weighted_query"
-        return learn_frame(
-            layer, prefill, options.centre, options.precondition, options.exponent, weighted, options.seed
-        )
+        how = options.centre, options.precondition, options.exponent, weighted, options.seed
+        return learn_frame(layer, prefill, *how, with_values=self.estimates_rest)
 
     @hookimpl
     def is_stale(self, keys: Tensor, state: Tensors, fitted: list[int], since: list[int]) -> list[bool]:
@@ -123,8 +130,9 @@ class ParisKV(Retriever):
 
     @hookimpl
     def encode_query(self, heads: Tensor, state: Tensors) -> Tensors:
-        """The step's queries in the keys' frame: `heads`, `rotated`, `offset`."""
-        return queries_to_frame(heads, state["centre"], state["queries_to"], state["weights"])._asdict()
+        """The step's queries in the keys' frame: `heads`, `rotated`, `offset`; and what the `rest` is estimated by."""
+        framed = queries_to_frame(heads, state["centre"], state["queries_to"], state["weights"])._asdict()
+        return {**framed, **{name: state[name] for name in ("mean_value", "slopes") if self.estimates_rest}}
 
     @hookimpl
     def coarse_select(self, query: Query, codes: Codes, budget: Budget) -> Selection:
@@ -144,14 +152,32 @@ class ParisKV(Retriever):
     @hookimpl
     def rerank(self, query: Query, selection: Selection, codes: Codes, top_k: int) -> Selection:
         """The `top_k` best of the candidates by the heads' estimated scores; of these, those that are worth a row."""
+        heads, offset = encoded(query, "heads"), encoded(query, "offset")
         estimated = codes["codes"], codes["weights"], selection.indices
         if self.options.combine == "mean_query":
-            mean = encoded(query, "heads").mean(2)
-            return keep_best(selection, estimate_scores(mean, *estimated), top_k)
-        offset, how = encoded(query, "offset"), (self.options.combine, query.scaling, query.softcap)
-        steady = torch.full_like(offset, -torch.inf) if query.steady is None else query.steady.float()
-        scores = combine_estimates(encoded(query, "heads"), *estimated, offset, steady, *how)
-        return keep_best(selection, scores, top_k, self._least(query.heads.shape[2]))
+            scores, sums = estimate_scores(heads.mean(2), *estimated), None
+        else:
+            steady = torch.full_like(offset, -torch.inf) if query.steady is None else query.steady.float()
+            how = self.options.combine, query.scaling, query.softcap
+            scores, sums = combine_estimates(heads, *estimated, offset, steady, *how, with_sums=self.estimates_rest)
+        kept = keep_best(selection, scores, top_k, self._least(query.heads.shape[2]))
+        if not self.estimates_rest:
+            return kept
+        rest = self._rest(query, codes, selection.indices, sums, kept.indices)
+        return replace(kept, partial=rest if kept.partial is None else Partial(*merge(kept.partial, rest)))
+
+    def _rest(self, query: Query, codes: Codes, candidates: Tensor, sums: Tensor | None, chosen: Tensor) -> Partial:
+        """Attention to the zone's tokens that are not `chosen`, estimated; sums: of all candidates, where known."""
+        offset = encoded(query, "offset")
+
+        def weigh(tokens: Tensor) -> Tensor:
+            estimated = encoded(query, "heads"), codes["codes"], codes["weights"], tokens
+            return sum_estimates(*estimated, offset, query.scaling, query.softcap)
+
+        both = weigh(candidates) if sums is None else sums, weigh(chosen)
+        is_mean = self.options.centre == "prefill"  # around another centre the mean score is not known
+        zone = Known(codes.length, offset if is_mean else None, encoded(query, "mean_value"), encoded(query, "slopes"))
+        return Partial(*estimate_rest(query.heads, candidates, *both, zone, query.scaling))
 
     def _least(self, group: int) -> float:
         """The score of a row with `min_share`: of the mean of the heads' probabilities, or of the highest."""

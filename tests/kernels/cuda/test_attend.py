@@ -27,9 +27,11 @@ class Step(NamedTuple):
     bias: Tensor | None
     scaling: float
     softcap: float | None
+    other: tuple[Tensor, Tensor] | None = None
 
     def to(self, device: torch.device) -> Step:
-        return Step(*(one.to(device) if isinstance(one, Tensor) else one for one in self))
+        other = None if self.other is None else (self.other[0].to(device), self.other[1].to(device))
+        return Step(*(one.to(device) if isinstance(one, Tensor) else one for one in self[:-1]), other)  # type: ignore[arg-type]
 
 
 def a_step(
@@ -103,6 +105,21 @@ def test_every_size_gives_what_the_definition_gives(
 def test_bias_is_added_after_the_soft_cap(softcap: float | None, device: torch.device) -> None:
     step = a_step(2, 1, 5, 64, 4, 9, FLOAT, bias=True, softcap=softcap)  # 5 query heads: two blocks
     assert_as_defined(step, device)
+
+
+def attended_elsewhere(step: Step) -> tuple[Tensor, Tensor]:
+    """By another attention, of which the first query head found nothing."""
+    generator = torch.Generator().manual_seed(1)
+    out = torch.randn(step.heads.shape, generator=generator)
+    lse = torch.randn(step.heads.shape[:3], generator=generator)
+    out[:, :, 0], lse[:, :, 0] = math.nan, -math.inf
+    return out, lse
+
+
+@pytest.mark.parametrize(("steady", "slots"), [(9, 70), (0, 0)])
+def test_an_attention_to_other_rows_is_merged_in(steady: int, slots: int, device: torch.device) -> None:
+    step = a_step(1, 2, 3, 64, steady, slots, BFLOAT)
+    assert_as_defined(step._replace(other=attended_elsewhere(step)), device)
 
 
 def test_rows_side_by_side_are_read_as_well(device: torch.device) -> None:

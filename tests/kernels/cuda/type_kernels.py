@@ -20,6 +20,7 @@ from numba.core import types
 from numba.cuda import compiler, dispatcher
 from pariskv_kernels.collide.naive import Votes
 from pariskv_kernels.launch import BITS
+from pariskv_kernels.rest import Known
 from pariskv_kernels.specialise import Template
 from torch import Tensor
 
@@ -27,8 +28,8 @@ MODULES = [
     f"pariskv_kernels.{name}"
     for name in (
         "append.cuda", "attend.cuda", "collide.cuda", "combine.cuda", "encode.cuda", "frame.cuda", "gather.cuda",
-        "linear.cuda", "rerank.cuda", "rerank.cuda_group", "select.cuda", "select.cuda_scores", "srht.cuda",
-        "tiers.cuda",
+        "linear.cuda", "rerank.cuda", "rerank.cuda_group", "rest.cuda", "select.cuda", "select.cuda_scores",
+        "srht.cuda", "tiers.cuda",
     )
 ]  # fmt: skip
 
@@ -80,13 +81,17 @@ def calls() -> list[tuple[Any, ...]]:
         heads, keys, held = group.to(dtype), halves.to(dtype), rows.to(dtype)
         token = keys[:, :, :1].contiguous()
         chosen, bias = torch.ones(B, H, K, dtype=torch.bool), torch.zeros(B, H, G, K)
+        steady, sums = flags[:, : N - K].contiguous(), torch.zeros(B, H, G, 4, 2)
         found += [
             ("encode.cuda", "encode_keys", keys, 8, 42),
             ("frame.cuda", "to_frame", keys, centre, matrix, torch.ones(B, H)),
             ("frame.cuda", "queries_to_frame", heads, centre, matrix, offset),
             ("append.cuda", "append_token", token, token, held, flags, torch.zeros(B).long(), row_flags, 4),
-            ("attend.cuda", "attend_rows", heads, held, flags[:, : N - K].contiguous(), chosen, None, 0.1),
-            ("attend.cuda", "attend_rows", heads, held, flags[:, : N - K].contiguous(), chosen, bias, 0.1, 30.0),
+            ("attend.cuda", "attend_rows", heads, held, steady, chosen, None, 0.1),
+            ("attend.cuda", "attend_rows", heads, held, steady, chosen, None, 0.1, None, (group, offset)),
+            ("attend.cuda", "attend_rows", heads, held, steady, chosen, bias, 0.1, 30.0),
+            ("rest.cuda", "estimate_rest", heads, indices, sums, sums, Known(lengths, offset, centre, matrix), 0.1),
+            ("rest.cuda", "estimate_rest", heads, indices, sums, sums, Known(lengths, None, centre, matrix), 0.1),
         ]
     return found
 
