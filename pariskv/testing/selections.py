@@ -12,11 +12,10 @@ from pariskv.testing.case import Case, same_bits
 from pariskv.testing.formats import ALL_BLOCKS, codes_of, poison, state_of
 from pariskv.types import Budget, Codes, Query, Selection, Tensors
 
+SELECTING = {"coarse_select", "rerank"}
 
-def check_selection(case: Case, state: Tensors) -> Selection | None:
-    """The final selection of the batch, None where the retriever selects nothing."""
-    if not {"coarse_select", "rerank"} & set(case.stages):
-        return None
+
+def check_selection(case: Case, state: Tensors) -> None:
     codes = codes_of(case, state, case.rows, ALL_BLOCKS)
     poison(codes)
     query = _query(case, state, case.rows)
@@ -27,14 +26,13 @@ def check_selection(case: Case, state: Tensors) -> Selection | None:
             arguments = (_query(case, state, [row]), _row_codes(case, state, row), _budget(case, [row], case.rows))
             _check_row(case, "coarse_select", selection, row, case.call("coarse_select", *arguments))
     if "rerank" not in case.stages:
-        return selection
+        return
     for candidates in filter(None, (_scattered(case), selection)):
         final = _checked(case, "rerank", (query, candidates, codes, case.top_k), case.lengths)
         _check_subset(case, candidates, final)
         for row in case.rows:
             alone = (_query(case, state, [row]), _row_of(candidates, row), _row_codes(case, state, row), case.top_k)
             _check_row(case, "rerank", final, row, case.call("rerank", *alone))
-    return final
 
 
 def _query(case: Case, state: Tensors, rows: Sequence[int]) -> Query:
@@ -83,6 +81,8 @@ def _scattered(case: Case) -> Selection:
 def _checked(case: Case, stage: str, arguments: tuple[Any, ...], lengths: list[int]) -> Selection:
     """A stage's selection, once it is well formed and the same when asked again."""
     selection: Selection = case.call(stage, *arguments)
+    if not isinstance(selection, Selection):
+        raise case.wrong(stage, f"returned a {type(selection).__name__}, wanted a Selection; return Selection(indices)")
     again: Selection = case.call_again(stage, *arguments)
     _check_form(case, stage, selection, arguments[-1])
     if not same_bits(selection.indices, again.indices):
@@ -169,18 +169,38 @@ def _row_of(selection: Selection, row: int) -> Selection:
     return Selection(selection.indices[row : row + 1], bias)
 
 
-def check_recall(case: Case, selection: Selection, floor: float) -> None:
+def check_recall(case: Case, state: Tensors, floor: float) -> None:
+    """Of the rows with more than top_k tokens; of the others everything can be chosen."""
     scores = case.heads.float() @ case.keys.float().mT * case.layer.scaling  # [B, H, G, N]
-    steady = steady_of(case, case.heads)
+    steady, selection = steady_of(case, case.heads), _final(case, state)
+    rows = [row for row in case.rows if case.lengths[row] > case.top_k]
+    if not rows:
+        raise ValueError(f"recall_floor: wanted a row with more tokens than top_k={case.top_k}, got {case.lengths}")
     found = wanted = 0
-    for row, head in ((row, head) for row in case.rows for head in range(case.layer.kv_heads)):
+    for row, head in ((row, head) for row in rows for head in range(case.layer.kv_heads)):
         mass = scores[row, head, :, : case.lengths[row]]
         if steady is not None:
             mass = torch.cat((mass, steady[row, head].unsqueeze(-1)), dim=-1)
         mass = mass.softmax(-1).sum(0)[: case.lengths[row]]
-        best = set(mass.topk(min(case.top_k, case.lengths[row])).indices.tolist())
-        found += len(best & _tokens(selection, row, head))
-        wanted += len(best)
+        found += len(set(mass.topk(case.top_k).indices.tolist()) & _tokens(selection, row, head))
+        wanted += case.top_k
     if found < floor * wanted:
         stage = "rerank" if "rerank" in case.stages else "coarse_select"
-        raise case.wrong(stage, f"recall at {case.top_k} is {found / max(wanted, 1):.3f}, wanted {floor} or more")
+        chance = sum(case.top_k / case.lengths[row] for row in rows) / len(rows)
+        raise case.wrong(
+            stage,
+            f"recall at {case.top_k} is {found / wanted:.3f}, wanted {floor} or more (tokens at random: {chance:.3f})",
+        )
+
+
+def _final(case: Case, state: Tensors) -> Selection:
+    """The top_k of the batch: half of each row's tokens reranked, or chosen by coarse_select alone, as in a run."""
+    codes = codes_of(case, state, case.rows, ALL_BLOCKS)
+    poison(codes)
+    query, reranks = _query(case, state, case.rows), "rerank" in case.stages
+    selection = _scattered(case)
+    if "coarse_select" in case.stages:
+        budget = _budget(case, case.rows)
+        alone = Budget(case.top_k, budget.count.clamp(max=case.top_k))
+        selection = case.call("coarse_select", query, codes, budget if reranks else alone)
+    return case.call("rerank", query, selection, codes, case.top_k) if reranks else selection

@@ -102,6 +102,39 @@ def test_a_floor_that_is_not_reached_is_reported_with_the_recall() -> None:
     refused(Pages(), r"Pages.coarse_select: recall at 32 is 0\.\d+, wanted 0.99 or more", recall_floor=0.99)
 
 
+def test_half_of_the_tokens_are_not_what_a_run_selects_without_a_rerank() -> None:
+    """Half of the zone would hold half of the best, whatever was chosen."""
+
+    class First(Pages):
+        @hookimpl
+        def coarse_select(self, query: Query, codes: Codes, budget: Budget) -> Selection:
+            return top(torch.zeros_like(codes["means"][..., 0]).repeat_interleave(4, -1), codes.length, budget)
+
+    refused(First(), r"recall at 32 is 0\.\d+, wanted 0.7 or more \(tokens at random: 0.348\)", recall_floor=0.7)
+    with pytest.raises(ValueError, match="wanted a row with more tokens than top_k=32"):
+        check_retriever(Pages(), lengths=(32, 16), recall_floor=0.2)
+
+
+def test_what_is_no_retriever_is_refused() -> None:
+    class Unmarked:
+        def coarse_select(self, query: Query, codes: Codes, budget: Budget) -> Selection:
+            raise AssertionError
+
+    refused(Unmarked(), "Unmarked: coarse_select would never be called; mark it with @hookimpl")
+    refused(object(), "object: implements no stage")
+    with pytest.raises(TypeError, match=r"got the class; pass Pages\(\)"):
+        check_retriever(Pages)
+
+
+def test_a_tensor_is_no_selection() -> None:
+    class Bare(Pages):
+        @hookimpl
+        def coarse_select(self, query: Query, codes: Codes, budget: Budget) -> Any:
+            return super().coarse_select(query, codes, budget).indices
+
+    refused(Bare(), r"Bare.coarse_select: returned a Tensor, wanted a Selection; return Selection\(indices\)")
+
+
 def test_lengths_without_tokens_check_nothing_and_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one row with tokens"):
         check_retriever(Pages(), lengths=(0, 0))

@@ -44,16 +44,9 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 }
 """Options that have a retriever do something else altogether; those that change a size are for its own tests."""
 
-# Without a rerank half of a row's tokens are selected, so 0.5 is chance, and the wrong half has a recall near 0.
-FLOORS = {
-    "exact": 1.0,
-    "pariskv": 0.55,
-    "pqcache": 0.8,
-    "quest": 0.4,
-    "retroinfer": 0.5,
-    "shadowkv": 0.4,
-    "snapkv": 0.5,
-}
+# Tokens at random: 0.21 of 96 tokens, 0.13 of 160. Those that choose by whole pages (quest), by keys without their
+# position (shadowkv) or by the prompt's queries (snapkv) are little better on random keys; their own tests have others.
+FLOORS = {"exact": 1.0, "pariskv": 0.7, "pqcache": 0.33, "retroinfer": 0.25}
 
 
 @dataclass(frozen=True)
