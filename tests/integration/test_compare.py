@@ -251,9 +251,9 @@ class Elsewhere(Watching):
     @hookimpl
     def coarse_select(self, query: Query, codes: Codes, budget: Budget) -> Selection:
         batch, heads, group, _ = query.heads.shape
-        empty = torch.full((batch, heads, budget.width), -1, dtype=torch.int32)
+        no_slots = torch.empty(batch, heads, 0, dtype=torch.int32)
         lse = torch.zeros(batch, heads, group, dtype=query.heads.dtype)
-        return Selection(empty, partial=Partial(torch.ones_like(query.heads), lse))
+        return Selection(no_slots, partial=Partial(torch.ones_like(query.heads), lse))
 
 
 def test_what_nobody_can_know_is_null(model: LanguageModel) -> None:
