@@ -261,30 +261,46 @@ def test_debug_gives_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_error_in_a_stage_says_which_retriever_layer_and_step(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("stage", "arguments", "call", "when"),
+    [
+        ("rerank", "query, selection, codes, top_k", 1, "while warming up a layer of its kind on random tokens"),
+        ("rerank", "query, selection, codes, top_k", 3, "at decode step 2"),
+        ("update", "keys, values, store, rows", 2, "while reading the prompt"),
+    ],
+)
+def test_an_error_in_a_stage_says_which_retriever_layer_and_when(
+    stage: str,
+    arguments: str,
+    call: int,
+    when: str,
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    result = "selection" if stage == "rerank" else "store.append(keys, values, rows)"
     source = (
         "from pariskv import Retriever, hookimpl\n"
         "class Bad(Retriever):\n"
         "    calls = 0\n"
         "    @hookimpl\n"
-        "    def rerank(self, query, selection, codes, top_k):\n"
+        f"    def {stage}(self, {arguments}):\n"
         "        self.calls += 1\n"
-        "        if self.calls == 3:  # one of them in the warm-up\n"
+        f"        if self.calls == {call}:  # one of them in the warm-up\n"
         "            raise ZeroDivisionError('by mistake')\n"
-        "        return selection\n"
+        f"        return {result}\n"
         "@hookimpl\n"
         "def register_retrievers(register):\n"
         "    register('bad', Bad)\n"
     )
-    install(site(tmp_path), "bad-kv", "bad", source)
+    install(site(tmp_path), "bad-kv", f"bad_{stage}_{call}", source)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    overrides = ["layers.default.rerank=bad", "layers.default.candidates=16"]
+    overrides = [f"layers.default.{stage}=bad", "layers.default.candidates=16", "runtime.check_memory=false"]
     assert pariskv("run", config, *overrides, "--prompt", WORDS) == 1
     error = capsys.readouterr().err
     assert re.search(
-        r"ZeroDivisionError: by mistake .*rerank of retriever 'bad'.*bad-kv.*layer 0.*decode step 2", error
+        rf"ZeroDivisionError: by mistake .*{stage} of retriever 'bad'.*bad-kv.*layer 0; {re.escape(when)}\)", error
     )
 
 
