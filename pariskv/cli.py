@@ -257,9 +257,13 @@ def show(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @config_app.command()
 def validate(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Check a configuration: keys, values, names of retrievers, and that the stages fit together."""
-    _check_names(load_config(config, overrides or []))
-    _say(f"{config}: fine")
+    """Check a configuration, and say which retriever gives each stage and which keys have no effect."""
+    from pariskv.explain import explain
+    from pariskv.registry import Registry
+
+    settings = load_config(config, overrides or [])
+    _check_names(settings)
+    _say("\n".join([f"{config}: fine", *explain(settings, Registry.load())]))
 
 
 def _check_names(config: Config) -> None:

@@ -251,7 +251,15 @@ def test_config_show_prints_what_config_show_reads_back(
 
 
 def test_config_validate_checks_names_too(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert pariskv("config", "validate", config) == 0
+    assert pariskv("config", "validate", config, "layers.0-1.rerank=none", "layers.0-1.candidates=256") == 0
+    fine, *lines = capsys.readouterr().out.splitlines()
+    assert fine == f"{config}: fine"
+    store = "resident (allocate_store, fetch, update), torch (attend)"
+    assert lines == [
+        f"layers.default: pariskv (encode, coarse_select, rerank), {store}",
+        f"layers.0-1: inherited pariskv (encode, coarse_select), {store}",
+        "note: layers.0-1.candidates has no effect: nothing reranks, so coarse_select returns the top_k itself",
+    ]
     assert pariskv("config", "validate", config, "layers.default.rerank=nobody") == 2
     assert "unknown retriever 'nobody'" in capsys.readouterr().err
 
