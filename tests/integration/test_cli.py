@@ -96,6 +96,14 @@ def test_run_streams_the_answer_and_prints_the_table(config: Path, capsys: pytes
     assert re.search(r"new tokens\s*│\s*5 │\s*5 ", out)
 
 
+def test_the_report_is_headed_by_the_retriever(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pariskv("run", config, "layers.default.retriever=quest", "--prompt", WORDS, "--max-new-tokens", "3") == 0
+    out = capsys.readouterr().out
+    assert "quest: w" in out
+    assert re.search(r"┃ +quest ┃", out)
+    assert "pariskv" not in out
+
+
 def test_without_a_prompt_it_is_the_needle_test(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert pariskv("run", config, "quickstart.prompt_tokens=300", "--json") == 0
     found = json.loads(capsys.readouterr().out)
