@@ -106,7 +106,7 @@ def run(
             found["compare"] = {**dense.report.to_dict(), "texts_agree": dense.text == ours.text}
         print(json.dumps(found, ensure_ascii=False))
     else:
-        _show(ours, dense)
+        _show(_label(settings), ours, dense)
     if ours.error:
         raise CapacityError(ours.error)
     if ours.interrupted or (dense is not None and dense.interrupted):
@@ -135,7 +135,7 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str | None:
 def _answer(session: Session, prompt: str, needle: Needle | None, quiet: bool, dense: bool) -> Run:
     """Run once, with a progress bar for the prefill and the answer as it comes."""
     answer = session.run_dense if dense else session.run
-    label = "dense" if dense else "pariskv"
+    label = "dense" if dense else _label(session.config)
     started, space = False, ""
 
     def on_text(piece: str) -> None:
@@ -154,11 +154,18 @@ def _answer(session: Session, prompt: str, needle: Needle | None, quiet: bool, d
     return run
 
 
-def _show(ours: Run, dense: Run | None) -> None:
+def _label(config: Config) -> str:
+    """What the answer and its column are called: the retrievers that choose tokens."""
+    from pariskv.explain import layer_retrievers
+
+    return " + ".join(layer_retrievers(config))
+
+
+def _show(label: str, ours: Run, dense: Run | None) -> None:
     from pariskv.report import as_table
 
     assert ours.report is not None
-    columns = [("pariskv", ours.report)]
+    columns = [(label, ours.report)]
     if dense is not None and dense.report is not None:
         columns.append(("dense", dense.report))
     wide_console().print(as_table(columns))
@@ -257,9 +264,13 @@ def show(config: ConfigPath, overrides: Overrides = None) -> None:
 
 @config_app.command()
 def validate(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Check a configuration: keys, values, names of retrievers, and that the stages fit together."""
-    _check_names(load_config(config, overrides or []))
-    _say(f"{config}: fine")
+    """Check a configuration, and say which retriever gives each stage and which keys have no effect."""
+    from pariskv.explain import explain
+    from pariskv.registry import Registry
+
+    settings = load_config(config, overrides or [])
+    _check_names(settings)
+    _say("\n".join([f"{config}: fine", *explain(settings, Registry.load())]))
 
 
 def _check_names(config: Config) -> None:

@@ -23,13 +23,15 @@ from torch import Tensor
 
 from pariskv.beside import Beside
 from pariskv.config import GenerationConfig, RuntimeConfig
-from pariskv.errors import ModelError
+from pariskv.errors import ModelError, noted
 from pariskv.graph import CapturableCache, CapturedSteps, capture_reason, log_fallback
 from pariskv.layer import LayerState
 from pariskv.sampling import NOT_FINITE, Sampler
 from pariskv.types import Query, Tensors
 
 DEFAULT_RUNTIME = RuntimeConfig()
+
+READING = "while reading the prompt"
 
 Progress = Callable[[int, int], None]
 """Called with (tokens read, tokens in all) after every chunk of a prefill."""
@@ -117,11 +119,13 @@ def prefill(
     for start in range(0, total, chunk or total):
         stop = min(start + (chunk or total), total)
         mask = None if batch.mask is None else batch.mask[:, :stop]
-        logits = model.forward(batch.tokens[:, start:stop], positions[:, start:stop], mask, cache)
+        with noted(READING):
+            logits = model.forward(batch.tokens[:, start:stop], positions[:, start:stop], mask, cache)
         if progress is not None:
             progress(stop, total)
     refuse_prompt_logits(logits)
-    cache.end_prefill()
+    with noted(READING):
+        cache.end_prefill()
     return logits
 
 
@@ -148,11 +152,8 @@ def decode(
             return
         cache.set_active(active)
         step_tokens = sampled if all(active) else sampled.where(torch.tensor(active).to(sampled.device), model.pad_id)
-        try:
+        with noted(f"at decode step {step + 1}"):
             sampled = run.step(step_tokens.unsqueeze(1))
-        except Exception as error:
-            error.add_note(f"at decode step {step + 1}")
-            raise
 
 
 def refuse_not_finite(is_finite: Sequence[bool], where: str) -> None:

@@ -12,6 +12,9 @@ ParisKVError                 anything below: the message says what was wanted, g
 └── CapacityError            the request needs more memory or more positions than there are
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ParisKVError(Exception):
     """The base of every error that pariskv raises on purpose."""
@@ -51,6 +54,16 @@ class ShapeError(ParisKVError):
 
 class CapacityError(ParisKVError):
     """The request needs more memory or more positions than there are."""
+
+
+@contextmanager
+def noted(note: str) -> Iterator[None]:
+    """Add a note, such as `at decode step 3`, to what is raised inside."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note)
+        raise
 
 
 def described(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 from pariskv.binding import LayerPipeline, bind
 from pariskv.config import parse_config
 from pariskv.decode import attend_layer
+from pariskv.errors import noted
 from pariskv.filling import PlainRotary
 from pariskv.layer import LayerState
 from pariskv.meter import Meter
@@ -30,6 +31,8 @@ LENGTHS = (1, 256, 1024, 4096, 8192)
 
 DOUBLED = 1024
 """The length that two heads and two rows are rehearsed with, too: they say how the figures grow with either."""
+
+REHEARSING = "while rehearsing a layer of its kind on random tokens, to plan the memory"
 
 CPU = torch.device("cpu")
 
@@ -121,7 +124,8 @@ class Rehearsal:
     def _curve(self, window: Window, lengths: Sequence[int], doubled: int, more: int) -> Curve:
         def figures(length: int, heads: int = 1, batch: int = 1) -> Figures:
             info = replace(self._info, kv_heads=heads, batch=batch)
-            return measure(info, self._pipeline, window, length + more)
+            with noted(REHEARSING):
+                return measure(info, self._pipeline, window, length + more)
 
         single = [figures(length) for length in lengths]
         one = figures(doubled)

@@ -18,6 +18,7 @@ from torch import Tensor
 from pariskv.cache import RequestState
 from pariskv.config import GenerationConfig
 from pariskv.decode import attend_layer
+from pariskv.errors import noted
 from pariskv.layer import LayerState
 from pariskv.metrics import Observed, dense_truth, measure, refuse_outside
 from pariskv.sampling import Sampler
@@ -109,7 +110,8 @@ def replay_layer(
     for step, heads in enumerate(trace.heads):
         keys, values = trace.history(step)
         layer.append(keys[:, :, -1:], values[:, :, -1:])
-        seen = observe(layer, heads)
+        with noted(f"at replayed step {step + 1}"):
+            seen = observe(layer, heads)
         if step >= first:
             lengths = [keys.shape[2]] * info.batch
             query = Query(heads, None, info.scaling, info.softcap)

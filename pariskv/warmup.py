@@ -9,6 +9,7 @@ import torch
 
 from pariskv.binding import LayerPipeline
 from pariskv.decode import attend_layer
+from pariskv.errors import noted
 from pariskv.layer import LayerState
 from pariskv.request import Request
 from pariskv.types import LayerInfo
@@ -17,6 +18,8 @@ from pariskv.window import Window
 TOKENS = 32
 """Tokens of the zone, rounded up to whole blocks."""
 
+WARMING_UP = "while warming up a layer of its kind on random tokens"
+
 
 @torch.no_grad()
 def warm_up(info: LayerInfo, pipelines: Collection[LayerPipeline]) -> None:
@@ -24,11 +27,14 @@ def warm_up(info: LayerInfo, pipelines: Collection[LayerPipeline]) -> None:
 
     info  sizes, dtype and device of a layer of the model
     """
-    kinds = {tuple(sorted(pipeline.names.items())): pipeline for pipeline in pipelines}
+    kinds: dict[tuple[tuple[str, str], ...], LayerPipeline] = {}
+    for pipeline in pipelines:
+        kinds.setdefault(tuple(sorted(pipeline.names.items())), pipeline)
     for pipeline in kinds.values():
         if any("pre_rope" in encoder.needs for encoder in pipeline.encoders):
             continue  # random keys have no embedding to undo
-        _one_step(replace(info, batch=1), pipeline.plain)
+        with noted(WARMING_UP):
+            _one_step(replace(info, batch=1), pipeline.plain)
 
 
 def _one_step(info: LayerInfo, pipeline: LayerPipeline) -> None:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from pariskv.config import Config, GenerationConfig, RuntimeConfig, to_dict
-from pariskv.decode import Batch, decode, refuse_prompt_logits
-from pariskv.errors import PrefixError
+from pariskv.decode import READING, Batch, decode, refuse_prompt_logits
+from pariskv.errors import PrefixError, noted
 from pariskv.prefix.file import TOKENS, VERSION, PrefixFile, write_file
 from pariskv.prefix.header import hash_tokens, refuse_mismatch
 from pariskv.prefix.parts import Part, tensor_part
@@ -77,9 +77,11 @@ class Prefix:
             for start in range(held, held + added, chunk or added):
                 stop = min(start + (chunk or added), held + added)
                 seen = None if mask is None else mask[:, :stop]
-                logits = model.forward(whole.tokens[:, start:stop], positions[:, start:stop], seen, self.cache)
+                with noted(READING):
+                    logits = model.forward(whole.tokens[:, start:stop], positions[:, start:stop], seen, self.cache)
         refuse_prompt_logits(logits)
-        self.cache.end_prefill()
+        with noted(READING):
+            self.cache.end_prefill()
         self.batch, self.logits = whole, logits
 
     def generate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_driving import D, Driver, G, H, Learner, Relearner, new_layer, offer, pipeline
 
-from pariskv import LayerInfo
+from pariskv import LayerInfo, Retriever, hookimpl
 from pariskv.binding import bind
 from pariskv.config import parse_config
 from pariskv.errors import ModelError
 from pariskv.prompt import BufferedPrompt
 from pariskv.registry import Registry
+from pariskv.rehearsal import REHEARSING, Rehearsal
 from pariskv.warmup import warm_up
 from pariskv.window import Window
 
@@ -138,6 +140,29 @@ def test_a_warm_up_runs_every_stage_and_leaves_nothing(retriever: str) -> None:
     info = LayerInfo(0, 3, H, G, D, torch.float32, torch.device("cpu"), D**-0.5)
     warm_up(info, [bound, bound])
     assert set(called) == set(wanted)
+
+
+def test_what_fails_before_a_request_says_so_and_names_the_first_layer_of_its_kind() -> None:
+    class Failing(Retriever):
+        @hookimpl
+        def coarse_select(self, query, codes, budget):  # type: ignore[no-untyped-def]
+            raise KeyError("missing")
+
+    registry = Registry.load()
+    registry.retrievers["failing"] = [replace(registry.retrievers["exact"][0], factory=Failing, options=None)]
+    config = parse_config("layers: {default: {retriever: failing}, 0: {retriever: dense}}")
+    bound = bind(config, 3, registry)
+    info = LayerInfo(0, 4, H, G, D, torch.float32, torch.device("cpu"), D**-0.5)
+    rehearsal = Rehearsal(info, bound[1], Window(2, 3, 4))
+    for run, when in (
+        (lambda: warm_up(info, bound.values()), "while warming up a layer of its kind on random tokens"),
+        (lambda: rehearsal.at(zone=8, tokens=16, batch=1), REHEARSING),
+    ):
+        with pytest.raises(KeyError) as caught:
+            run()
+        where, noted = caught.value.__notes__
+        assert re.fullmatch(r"in coarse_select of retriever 'failing' \(.*\), layer 1", where)
+        assert noted == when
 
 
 def test_padding_anywhere_but_on_the_left_is_refused() -> None:

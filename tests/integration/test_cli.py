@@ -96,6 +96,14 @@ def test_run_streams_the_answer_and_prints_the_table(config: Path, capsys: pytes
     assert re.search(r"new tokens\s*│\s*5 │\s*5 ", out)
 
 
+def test_the_report_is_headed_by_the_retriever(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pariskv("run", config, "layers.default.retriever=quest", "--prompt", WORDS, "--max-new-tokens", "3") == 0
+    out = capsys.readouterr().out
+    assert "quest: w" in out
+    assert re.search(r"┃ +quest ┃", out)
+    assert "pariskv" not in out
+
+
 def test_without_a_prompt_it_is_the_needle_test(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert pariskv("run", config, "quickstart.prompt_tokens=300", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -251,7 +259,15 @@ def test_config_show_prints_what_config_show_reads_back(
 
 
 def test_config_validate_checks_names_too(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert pariskv("config", "validate", config) == 0
+    assert pariskv("config", "validate", config, "layers.0-1.rerank=none", "layers.0-1.candidates=256") == 0
+    fine, *lines = capsys.readouterr().out.splitlines()
+    assert fine == f"{config}: fine"
+    store = "resident (allocate_store, fetch, update), torch (attend)"
+    assert lines == [
+        f"layers.default: pariskv (encode, coarse_select, rerank), {store}",
+        f"layers.0-1: inherited pariskv (encode, coarse_select), {store}",
+        "note: layers.0-1.candidates has no effect: nothing reranks, so coarse_select returns the top_k itself",
+    ]
     assert pariskv("config", "validate", config, "layers.default.rerank=nobody") == 2
     assert "unknown retriever 'nobody'" in capsys.readouterr().err
 
@@ -261,30 +277,46 @@ def test_debug_gives_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_error_in_a_stage_says_which_retriever_layer_and_step(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("stage", "arguments", "call", "when"),
+    [
+        ("rerank", "query, selection, codes, top_k", 1, "while warming up a layer of its kind on random tokens"),
+        ("rerank", "query, selection, codes, top_k", 3, "at decode step 2"),
+        ("update", "keys, values, store, rows", 2, "while reading the prompt"),
+    ],
+)
+def test_an_error_in_a_stage_says_which_retriever_layer_and_when(
+    stage: str,
+    arguments: str,
+    call: int,
+    when: str,
+    config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    result = "selection" if stage == "rerank" else "store.append(keys, values, rows)"
     source = (
         "from pariskv import Retriever, hookimpl\n"
         "class Bad(Retriever):\n"
         "    calls = 0\n"
         "    @hookimpl\n"
-        "    def rerank(self, query, selection, codes, top_k):\n"
+        f"    def {stage}(self, {arguments}):\n"
         "        self.calls += 1\n"
-        "        if self.calls == 3:  # one of them in the warm-up\n"
+        f"        if self.calls == {call}:  # one of them in the warm-up\n"
         "            raise ZeroDivisionError('by mistake')\n"
-        "        return selection\n"
+        f"        return {result}\n"
         "@hookimpl\n"
         "def register_retrievers(register):\n"
         "    register('bad', Bad)\n"
     )
-    install(site(tmp_path), "bad-kv", "bad", source)
+    install(site(tmp_path), "bad-kv", f"bad_{stage}_{call}", source)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    overrides = ["layers.default.rerank=bad", "layers.default.candidates=16"]
+    overrides = [f"layers.default.{stage}=bad", "layers.default.candidates=16", "runtime.check_memory=false"]
     assert pariskv("run", config, *overrides, "--prompt", WORDS) == 1
     error = capsys.readouterr().err
     assert re.search(
-        r"ZeroDivisionError: by mistake .*rerank of retriever 'bad'.*bad-kv.*layer 0.*decode step 2", error
+        rf"ZeroDivisionError: by mistake .*{stage} of retriever 'bad'.*bad-kv.*layer 0; {re.escape(when)}\)", error
     )
 
 
