@@ -192,7 +192,10 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such configuration file (looked in {Path.cwd()})") from error
+        raise ConfigError(
+            f"{path}: no such configuration file (looked in {Path.cwd()}); give the path of one, or write one: "
+            f"an empty file means the defaults, {ModelConfig().name} with pariskv in every layer"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as a text file: {error}") from error
     return _config(load_yaml(text, str(path)), overrides)

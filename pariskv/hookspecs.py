@@ -60,6 +60,12 @@ class Retriever:
     """What `fit` wants beside the zone's keys and values."""
     selects_per_query_head: bool = False
     """Query heads choose apart: the selection holds up to G x top_k rows, with a bias."""
+    combine: str | None = None
+    """How the query heads of a group choose together, for the tables of `pariskv compare`; nothing depends on it.
+
+    `sum_softmax`, the sum of the heads' probabilities; `max_softmax`, the largest of them; `max_logit`, the largest
+    score; `mean_query`, the score of the mean query; `per_query_head`, apart. None: an option of that name says it.
+    """
     adapts_top_k: bool = False
     """`rerank` may keep fewer than `top_k` rows where a head needs fewer; the others' slots are empty."""
     candidate_ratios: tuple[tuple[int, float], ...] | None = None

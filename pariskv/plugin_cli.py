@@ -54,3 +54,5 @@ def new_plugin(
         print(f"  {file.relative_to(folder)}")
     print(f"{folder}: a retriever {name!r} that works. Next:")
     print(f"  cd {folder} && pip install -e '.[dev]' && pytest && pariskv run {name}.yaml")
+    print(f"Your idea goes into src/{names.package}/retriever.py.")
+    print(f"The tests, {name}.yaml and README.md name its option, too: change them with it.")

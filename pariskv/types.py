@@ -306,6 +306,9 @@ class Query:
 
     heads    [B, H, G, D]
     encoded  what `encode_query` of the format's producer returned, None without one
+    scaling  the factor on query . key, mostly D ** -0.5
+    softcap  None, or scaled scores become softcap * tanh(score / softcap). `attend` has to apply it. A stage
+             that ranks by one head's scores need not, for their order stays; one that sums probabilities should
     steady   [B, H, G] log-sum-exp of each head's scores over sink and ring, None unless the stage
              `reads_steady`: with it a head's probabilities can be normalised over what is attended in any case, too
     """
@@ -357,6 +360,8 @@ class Selection:
     indices  int32 [B, H, K], zone-relative, -1 where empty, no position twice
     bias     [B, H, G, K] added to the scaled, soft-capped scores (a log-weight); -inf where a
              query head did not choose the token
+    extra    rows that no token has, attended beside the selected ones
+    partial  attention that was done elsewhere, to be merged with the rest
     """
 
     indices: Tensor

@@ -10,11 +10,23 @@ import griffe
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites every docstring once, as it is collected."""
+    """Rewrites every docstring once, as it is collected, and lists a class's fields behind its own."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
+
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
+        if cls.docstring is not None and (fields := list(_fields(cls))):
+            cls.docstring.value += "\n\n" + "\n".join(["```python", *fields, "```"])
+
+
+def _fields(cls: griffe.Class) -> Iterator[str]:
+    """What a class declares without a docstring, and mkdocstrings leaves out: lines of the source."""
+    for name, attribute in cls.attributes.items():
+        declared = attribute.source.startswith(f"{name}:")
+        if declared and attribute.docstring is None and not name.startswith("_"):
+            yield attribute.source
 
 
 def as_markdown(docstring: str) -> str:

@@ -38,7 +38,8 @@ def speed() -> str:
     source = f"{manifest['hardware']['gpu']}, torch {manifest['versions']['torch']}, {manifest['date'][:10]}"
     arguments = manifest["arguments"]
     about = (
-        f"{rows[0]['shape']}, batch {rows[0]['batch']}, top_k {arguments['top_k']}, store {rows[0]['store']}; {source}"
+        f"A random model of the shape {rows[0]['shape']}, captured steps; batch {rows[0]['batch']}, "
+        f"top_k {arguments['top_k']}, store {rows[0]['store']}; {source}"
     )
     legend = '<span class="pk-key pk-ours">pariskv</span><span class="pk-key pk-dense">dense attention</span>'
     return chart(f"A whole decode step {legend}", groups, about)

@@ -19,6 +19,7 @@ from pariskv.registry import RESERVED, Registry, own_version
 NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 FIELD = re.compile(r"<<(\w+)>>")
 SUFFIX = ".tmpl"
+PREFIX = "pariskv-"
 LONGEST = 40
 TAKEN = (
     *("budget", "code-field", "codes", "config-error", "layer-info", "options", "query"),
@@ -37,7 +38,7 @@ class Names:
     @property
     def distribution(self) -> str:
         """On PyPI, and the new folder: `pariskv-my-idea`."""
-        return f"pariskv-{self.name}"
+        return f"{PREFIX}{self.name}"
 
     @property
     def package(self) -> str:
@@ -75,6 +76,11 @@ def names_of(name: str, registry: Registry) -> Names:
         raise ConfigError(
             f"new-plugin {name!r}: wanted lower-case letters and digits, words joined by hyphens, such as my-idea; "
             f"at most {LONGEST} characters, none of {', '.join((*RESERVED, *TAKEN))}"
+        )
+    if name.startswith(PREFIX):
+        raise ConfigError(
+            f"new-plugin {name}: the package is called {PREFIX}NAME by itself; give the retriever's name alone: "
+            f"{name.removeprefix(PREFIX)}"
         )
     if name in registry.names():
         raise ConfigError(f"new-plugin {name}: {registry.origin(name)} offers a retriever of that name; choose another")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import typer
 import pariskv
 from pariskv.binding import bind
 from pariskv.cli import app, main
-from pariskv.config import parse_config
+from pariskv.config import load_config, parse_config
 from pariskv.errors import ConfigError
 from pariskv.registry import Registry
 from tests.docs.fences import ROOT, blocks, names, page
@@ -49,7 +50,7 @@ def test_codes_from_keeps_one_copy_where_two_would_be_kept_without(registry: Reg
 
 @pytest.mark.parametrize(("name", "block"), PYTHON, ids=[f"{name}-{i}" for i, (name, _) in enumerate(PYTHON)])
 def test_python_names_what_pariskv_offers_and_files_that_exist(name: str, block: object) -> None:
-    tree = ast.parse(block.text)  # type: ignore[attr-defined]
+    tree = ast.parse(textwrap.dedent(block.text))  # type: ignore[attr-defined]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "pariskv":
             assert node.attr in pariskv.__all__
@@ -87,6 +88,12 @@ def test_the_config_commands_of_the_quickstart_work(
         with pytest.raises(SystemExit) as done:
             main(command)
         assert done.value.code == 0, capsys.readouterr().err
+
+
+def test_the_line_of_the_quickstart_writes_what_is_in_the_checkout() -> None:
+    (line,) = [line for block in blocks("quickstart", "bash") for line in block.text.splitlines() if "echo" in line]
+    *_, text, _, path = shlex.split(line)
+    assert parse_config(text) == load_config(ROOT / path)
 
 
 @pytest.mark.parametrize("name", names())

@@ -201,6 +201,13 @@ def test_the_api_page_has_everything_that_is_public(site: Path) -> None:
     assert "&gt;&gt;&gt;" not in text
 
 
+def test_the_api_page_has_the_fields_of_what_a_plugin_handles(site: Path) -> None:
+    text = built(site, "api").text
+    for one in (types.LayerInfo, types.CodeField, types.Query, types.Budget, types.Rows, types.Selection):
+        declared = [f" {item.name}: {item.type}".replace("'", '"') for item in fields(one)]
+        assert [line for line in declared if line not in text] == []
+
+
 def test_every_field_of_the_report_is_explained() -> None:
     assert [item.name for item in fields(Report) if f"`{item.name}`" not in page("cli")] == []
 

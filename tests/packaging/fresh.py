@@ -75,9 +75,18 @@ def new_environment(folder: Path) -> Environment:
 
 def build_wheel(project: Path, into: Path) -> Path:
     """The wheel of a project, built by hatchling in a process of its own."""
-    pytest.importorskip("hatchling", reason="building a wheel needs hatchling (the dev extra)")
+    return _build("build_wheel", project, into)
+
+
+def build_sdist(project: Path, into: Path) -> Path:
+    """The sdist of a project, likewise."""
+    return _build("build_sdist", project, into)
+
+
+def _build(hook: str, project: Path, into: Path) -> Path:
+    pytest.importorskip("hatchling", reason=f"{hook} needs hatchling (the dev extra)")
     into.mkdir(parents=True, exist_ok=True)
-    code = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
+    code = f"import sys; from hatchling.build import {hook}; print({hook}(sys.argv[1]))"
     command = [sys.executable, "-c", code, str(into)]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+import tarfile
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from fakes import registry_of
 
 from pariskv.errors import ConfigError
 from pariskv.new_plugin import FIELD, TAKEN, Names, create, names_of
-from tests.packaging.fresh import ROOT, Environment, build_wheel
+from tests.packaging.fresh import ROOT, Environment, build_sdist, build_wheel
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,20 @@ def test_a_name_that_cannot_be_one_is_refused(name: str) -> None:
 def test_a_name_that_is_taken_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"new-plugin coarse: pariskv .* offers a retriever of that name"):
         names_of("coarse", registry_of())
+
+
+def test_the_packages_name_in_place_of_the_retrievers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"new-plugin pariskv-my-idea: .* give the retriever's name alone: my-idea"):
+        names_of("pariskv-my-idea", registry_of())
+
+
+def test_the_sdist_has_no_scratch_files(plugin: Path, tmp_path: Path) -> None:
+    for name in ("scratch.txt", "LICENSE"):
+        (plugin / name).touch()
+    with tarfile.open(build_sdist(plugin, tmp_path)) as archive:
+        files = {member.partition("/")[2] for member in archive.getnames()}
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "my-idea.yaml", "tests/test_retriever.py"} <= files
+    assert "scratch.txt" not in files
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:

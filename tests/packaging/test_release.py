@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import tarfile
 import tomllib
 import zipfile
@@ -15,7 +14,7 @@ import pytest
 import yaml
 
 import pariskv
-from tests.packaging.fresh import ROOT, Environment, build_wheel
+from tests.packaging.fresh import ROOT, Environment, build_sdist, build_wheel
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WORKFLOW: dict[str, Any] = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8"))
@@ -24,12 +23,7 @@ CITATION: dict[str, Any] = yaml.safe_load((ROOT / "CITATION.cff").read_text(enco
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("hatchling", reason="building the sdist needs hatchling (the dev extra)")
-    folder = tmp_path_factory.mktemp("sdist")
-    code = "import sys; from hatchling.build import build_sdist; print(build_sdist(sys.argv[1]))"
-    command = [sys.executable, "-c", code, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return folder / done.stdout.split()[-1]
+    return build_sdist(ROOT, tmp_path_factory.mktemp("sdist"))
 
 
 def test_the_version_is_the_same_everywhere() -> None:
