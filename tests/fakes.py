@@ -187,3 +187,17 @@ def install(folder: Path, distribution: str, entry: str, source: str, version: s
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
     (info / "entry_points.txt").write_text(f"[pariskv]\n{entry} = {entry}_module\n")
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int, error: Exception) -> list[int]:
+    """Let a method's call of that number raise; the list holds how many calls there were."""
+    original, calls = getattr(owner, method), [0]
+
+    def failing(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise error
+        return original(*arguments)
+
+    monkeypatch.setattr(owner, method, failing)
+    return calls

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from pariskv import CodeField, Codes, LayerInfo, Prefill, Register, Retriever, hookimpl
@@ -19,6 +20,14 @@ from pariskv.window import Window
 
 H, G, D = 2, 3, 16
 REGISTRY = Registry.load(entry_points=False)
+
+WINDOWS = st.builds(
+    Window,
+    sink=st.integers(0, 4),
+    local=st.integers(1, 5),
+    update=st.integers(1, 5),
+    dense_below=st.integers(0, 25),
+)
 
 
 class Learner(Retriever):
@@ -126,6 +135,19 @@ class Driver:
         out, _ = attend_layer(self.layer, heads)
         want = torch.stack([self.dense(row, heads[row]) for row in range(batch)])
         return out, want
+
+    def check(self, active: list[bool] | None = None) -> None:
+        """Take a step, and compare the rows that are active."""
+        out, want = self.step(active)
+        for row, is_active in enumerate(active or [True] * len(want)):
+            if is_active:
+                torch.testing.assert_close(out[row], want[row], msg=lambda text, row=row: f"row {row}: {text}")
+
+    def crop(self, row: int, tokens: int) -> None:
+        """Leave a row's first tokens, of which there are so many."""
+        if tokens:
+            self.layer.crop(row, tokens)
+            del self.rows[row][tokens:]
 
     def dense(self, row: int, heads: Tensor) -> Tensor:
         tokens = torch.stack(self.rows[row], dim=1)  # [H, n, 2, D]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layer_driving import Driver, Learner, Relearner, new_layer, offer, pipeline
+from layer_driving import WINDOWS, Driver, Learner, Relearner, new_layer, offer, pipeline
 from pariskv_plugins.resident import ResidentStore
 
 from pariskv.binding import bind
@@ -22,13 +22,6 @@ from pariskv.registry import Registry
 from pariskv.request import Request
 from pariskv.window import Window
 
-WINDOWS = st.builds(
-    Window,
-    sink=st.integers(0, 4),
-    local=st.integers(1, 5),
-    update=st.integers(1, 5),
-    dense_below=st.integers(0, 25),
-)
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(["step", "fork", "crop", "copy", "end", "free"]), *(st.integers(0, 99) for _ in range(3))
@@ -43,13 +36,6 @@ def fork(driver: Driver, seed: int, new_tokens: int = 16) -> Driver:
     other = Driver(driver.layer.fork(request), driver.pads, seed)
     other.rows = copy.copy([list(row) for row in driver.rows])
     return other
-
-
-def check(driver: Driver, active: list[bool] | None = None) -> None:
-    out, want = driver.step(active)
-    for row, is_active in enumerate(active or [True] * len(want)):
-        if is_active:
-            torch.testing.assert_close(out[row], want[row], msg=lambda text, row=row: f"row {row}: {text}")
 
 
 def read(columns: int, pads: list[int] | None = None, retriever: str = "exact", window: Window | None = None) -> Driver:
@@ -77,15 +63,13 @@ def test_every_fork_attends_to_its_own_tokens(
         layer = driver.layer
         if action == "step":
             for _ in range(1 + b % 9):
-                check(driver)
+                driver.check()
             continue
         layer.finish_step()
         if action == "fork":
             drivers.append(fork(driver, seed, 1 + b % 20))
         elif action == "crop":
-            if tokens := min(b, len(driver.rows[row])):
-                layer.crop(row, tokens)
-                del driver.rows[row][tokens:]
+            driver.crop(row, min(b, len(driver.rows[row])))
         elif action == "copy":
             other = b % len(pads)
             if other != row:
@@ -93,11 +77,11 @@ def test_every_fork_attends_to_its_own_tokens(
                 driver.rows[row] = list(driver.rows[other])
         elif action == "end":
             active = [index != row for index in range(len(pads))]
-            check(driver, active)
+            driver.check(active)
         elif action == "free" and len(drivers) > 1:
             drivers.remove(driver)
     for driver in drivers:
-        check(driver)
+        driver.check()
         driver.layer.finish_step()
         assert driver.layer.lengths == [len(row) for row in driver.rows]
 
@@ -118,7 +102,7 @@ def test_what_is_shared_is_counted_once_whoever_is_left() -> None:
     drivers += [fork(drivers[0], seed) for seed in range(1, 4)]
     assert bytes_of([one.layer for one in drivers]) == held
     for _ in range(9):
-        check(drivers[2])
+        drivers[2].check()
     tail = bytes_of([one.layer for one in drivers]) - held
     assert tail == tail_bytes(drivers[2]) > 0
     for left in (3, 2, 1):
@@ -140,7 +124,7 @@ def test_forks_share_one_copy_of_rows_and_codes_until_they_add_to_them() -> None
     assert all(codes[name] is others_codes[name] for name in rows)
     before = {name: tensor.clone() for name, tensor in codes.fields.items()}
     for _ in range(9):
-        check(other)
+        other.check()
     for name, tensor in before.items():
         assert torch.equal(codes[name], tensor)
         assert others_codes[name] is not codes[name]
@@ -153,10 +137,10 @@ def test_a_fork_that_goes_back_writes_to_nobody_elses_codes() -> None:
     other.layer.crop(0, 20)
     del other.rows[0][20:]
     for _ in range(12):
-        check(other)
+        other.check()
     for name, tensor in before.items():
         assert torch.equal(driver.layer.codes["pariskv"].fields[name], tensor)
-    check(driver)
+    driver.check()
 
 
 @pytest.mark.parametrize("make", [Learner, lambda: Relearner(8)])
@@ -170,7 +154,7 @@ def test_what_a_fork_learns_is_its_own(make: Callable[[], Learner]) -> None:
     other = fork(driver, 1)
     total, mean = (one.clone() for one in (driver.layer.codes["learner"]["total"], state_of(driver)))
     for _ in range(30):
-        check(other)
+        other.check()
     assert torch.equal(driver.layer.codes["learner"]["total"], total)
     assert torch.equal(state_of(driver), mean)
     other.layer.finish_step()
@@ -190,14 +174,14 @@ def test_a_captured_step_is_made_anew_where_a_fork_moves_rows() -> None:
     assert driver.layer.shape != before
     shapes = []
     for _ in range(40):
-        check(other)
+        other.check()
         shapes.append(other.layer.shape)
     assert 2 <= len(set(shapes)) < 5, "a step is captured once in a while, not at every update"
     back.layer.crop(0, 20)
     del back.rows[0][20:]
     moved = back.layer.shape
     for _ in range(12):
-        check(back)
+        back.check()
     assert back.layer.store is not None
     assert back.layer.store.capacity == driver.layer.store.capacity  # type: ignore[union-attr]
     assert back.layer.shape != moved

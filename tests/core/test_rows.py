@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layer_driving import D, Driver, H, Learner, new_layer, offer, pipeline
+from layer_driving import WINDOWS, D, Driver, H, Learner, new_layer, offer, pipeline
 
 from pariskv.binding import bind
 from pariskv.config import parse_config
@@ -19,13 +19,6 @@ ACTIONS = st.lists(
     st.tuples(st.sampled_from(["step", "crop", "copy", "take", "end"]), st.integers(0, 99), st.integers(0, 99)),
     max_size=14,
 )
-WINDOWS = st.builds(
-    Window,
-    sink=st.integers(0, 4),
-    local=st.integers(1, 5),
-    update=st.integers(1, 5),
-    dense_below=st.integers(0, 25),
-)
 
 
 def common(one: list[torch.Tensor], two: list[torch.Tensor]) -> int:
@@ -34,13 +27,6 @@ def common(one: list[torch.Tensor], two: list[torch.Tensor]) -> int:
     while same < min(len(one), len(two)) and torch.equal(one[same], two[same]):
         same += 1
     return same
-
-
-def check(driver: Driver, active: list[bool]) -> None:
-    out, want = driver.step(active)
-    for row, is_active in enumerate(active):
-        if is_active:
-            torch.testing.assert_close(out[row], want[row], msg=lambda text, row=row: f"row {row}: {text}")
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,14 +48,11 @@ def test_rows_that_come_and_go_attend_to_their_own_tokens(
         row, other = a % len(pads), b % len(pads)
         if action == "step":
             for _ in range(1 + b % 7):
-                check(driver, active)
+                driver.check(active)
             continue
         layer.finish_step()
         if action == "crop":
-            tokens = min(b, len(driver.rows[row]))
-            if tokens:
-                layer.crop(row, tokens)
-                del driver.rows[row][tokens:]
+            driver.crop(row, min(b, len(driver.rows[row])))
         elif action == "copy" and other != row:
             layer.take_row(row, layer, other, common(driver.rows[row], driver.rows[other]))
             driver.rows[row] = list(driver.rows[other])
@@ -77,13 +60,13 @@ def test_rows_that_come_and_go_attend_to_their_own_tokens(
             fresh = Driver(new_layer(window, bound, 1, 3), [0], seed=1000 + a)
             fresh.prefill(1 + b % 45, 5)
             for _ in range(b % 4):
-                check(fresh, [True])
+                fresh.check([True])
             fresh.layer.finish_step()
             layer.take_row(row, fresh.layer, 0)
             driver.rows[row] = list(fresh.rows[0])
         elif action == "end":
             active[row] = not active[row]
-    check(driver, active)
+    driver.check(active)
     layer.finish_step()
     assert layer.lengths == [len(row) for row in driver.rows]
 
@@ -100,7 +83,7 @@ def test_an_opened_batch_is_filled_row_by_row() -> None:
         driver.rows[row] = list(fresh.rows[0])
     driver.rows[1] = [torch.zeros(H, 2, D, dtype=torch.float64)]  # what `dense` needs of a row that nobody looks at
     for _ in range(20):
-        check(driver, [True, False, True])
+        driver.check([True, False, True])
     layer.finish_step()
     assert layer.lengths[1] == 0
 

@@ -195,8 +195,13 @@ def test_the_api_page_has_everything_that_is_public(site: Path) -> None:
     short = {anchor.rpartition(".")[2] for anchor in anchors}
     mentioned = {name for name in pariskv.__all__ if f"pariskv.{name} " in text}
     assert set(pariskv.__all__) - short - mentioned - {"__version__"} == set()
-    public = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    public |= {name for name, value in vars(types).items() if getattr(value, "__module__", "") == types.__name__}
+    public = {
+        name
+        for module in (errors, types)
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__
+    }
+    assert {"ParisKVError", "noted", "Codes"} <= public
     assert public - short == set()
     assert "&gt;&gt;&gt;" not in text
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import fail_at
 from pariskv_plugins.resident import ResidentStore
 from tiny_models import tiny_model
 
@@ -137,16 +138,7 @@ def test_who_stops_early_goes_on_with_what_there_was(tiny: tuple[Any, Any]) -> N
 def test_what_fails_in_the_middle_is_read_anew(tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     chat, texts = Conversation(a_session(tiny)), said(3, seed=5)
     check(chat, texts[0])
-    append, calls = ResidentStore.append, 0
-
-    def failing(self: ResidentStore, *arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 7:
-            raise MemoryError("of the host")
-        append(self, *arguments)
-
-    monkeypatch.setattr(ResidentStore, "append", failing)
+    fail_at(monkeypatch, ResidentStore, "append", 7, MemoryError("of the host"))
     with pytest.raises(MemoryError):
         chat.ask(texts[1])
     chat.rewind()

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import fail_at
 from prefix_cases import config_of
 from tiny_models import language_model, prompt, tiny_model
 
@@ -202,18 +203,9 @@ def test_logits_without_a_largest_are_no_token() -> None:
 def test_nothing_of_a_batch_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted: every store of a run that failed in the middle is gone when it ends, with its memory."""
     stores, model = noted_stores(monkeypatch), a_model()
-    append, calls = Zone.append, 0
-
-    def failing(self: Zone, *arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 30:
-            raise MemoryError("of the host")
-        append(self, *arguments)
-
-    monkeypatch.setattr(Zone, "append", failing)
+    calls = fail_at(monkeypatch, Zone, "append", 30, MemoryError("of the host"))
     found = answered(model, asks())
-    assert calls > 30
+    assert calls[0] > 30
     assert not any(answer.error for answer in found.values())
     gc.collect()
     assert len(stores) > 12

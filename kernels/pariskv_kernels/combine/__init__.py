@@ -64,7 +64,8 @@ def combine_estimates(
     returns [B, H, C], and what `sum_estimates` returns; None where the sums are not wanted and not had anyway
     """
     _check(offset, steady, how, rotated.shape[:3])
-    if _sums_on_gpu(rotated, codes, weights, indices, offset, steady):
+    wants_them = with_sums or how != "max_logit"
+    if wants_them and _sums_on_gpu(rotated, codes, weights, indices, offset, steady):
         from pariskv_kernels.combine.cuda import combine_by_sums
         from pariskv_kernels.rerank.cuda_group import estimate_and_sum
 
