@@ -189,14 +189,17 @@ def install(folder: Path, distribution: str, entry: str, source: str, version: s
     (info / "entry_points.txt").write_text(f"[pariskv]\n{entry} = {entry}_module\n")
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int, error: Exception) -> list[int]:
-    """Let a method's call of that number raise; the list holds how many calls there were."""
+def fail_at(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int) -> list[int]:
+    """Let a method's call of that number be out of memory; the list holds how many calls there were.
+
+    The error is made then, and kept by nobody: its traceback holds what the frames hold.
+    """
     original, calls = getattr(owner, method), [0]
 
     def failing(*arguments: Any) -> Any:
         calls[0] += 1
         if calls[0] == call:
-            raise error
+            raise MemoryError("of the host")
         return original(*arguments)
 
     monkeypatch.setattr(owner, method, failing)
