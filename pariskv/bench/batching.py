@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pariskv.bench.output import Row, make_row
 from pariskv.bench.room import TOO_LARGE, reason, release
-from pariskv.bench.synthetic import bench_config
+from pariskv.bench.synthetic import bench_config, bench_pipeline
 from pariskv.bench.timing import require_cuda
 from pariskv.config import Config, GenerationConfig
 from pariskv.decode import Batch
@@ -38,6 +38,7 @@ class Settings:
     sizes       of the model, as in `integrations.shapes`
     requests    how many prompts; their lengths are spread evenly from `shortest` to `longest` tokens, in random order
     new_tokens  of every request in the long run; half of it in the short one
+    overrides   of the configuration, `key=value`
     """
 
     shape: str
@@ -51,6 +52,7 @@ class Settings:
     top_k: int
     candidates: str | int | float
     graph: bool
+    overrides: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest:
@@ -78,6 +80,9 @@ class Settings:
     def runtime(self) -> dict[str, Any]:
         """The section of pariskv's configuration."""
         return {"graph": "on" if self.graph else "off"}
+
+    def config(self, store: str) -> Config:
+        return bench_config(store, self.top_k, self.candidates, self.overrides, **self.runtime)
 
 
 def bench_device(name: str) -> torch.device:
@@ -112,6 +117,8 @@ def measure(settings: Settings, device: torch.device) -> Iterator[Row]:
 
     model = random_model(settings.sizes, settings.shape, device, _dtype(device))
     alone: dict[str, Found | str] = {}
+    for store in settings.stores:
+        bench_pipeline(settings.config(store), device)  # what cannot be bound is refused before all else
     for store, batch in product(settings.stores, settings.batches):
         case = _Case(settings, model, store)
         if store not in alone:
@@ -193,8 +200,7 @@ class _Case:
         ]
 
     def _config(self, new_tokens: int) -> Config:
-        s = self.settings
-        config = bench_config(self.store, s.top_k, s.candidates, **s.runtime)
+        config = self.settings.config(self.store)
         return replace(config, generation=GenerationConfig(max_new_tokens=new_tokens))
 
 

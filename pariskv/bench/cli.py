@@ -39,6 +39,13 @@ Candidates = Annotated[
 ]
 Overlap = Annotated[float, typer.Option(help="share of the rows that consecutive steps both choose")]
 Replays = Annotated[int, typer.Option(min=1, help="graph replays of which the median is taken")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="of the configuration, such as layers.default.retriever=pariskv-paper, retrievers.pariskv.rest=gaussian",
+    ),
+]
 Json = Annotated[Path | None, typer.Option("--json", help="write {manifest, rows} to this file")]
 
 
@@ -74,6 +81,7 @@ def kernels(
 @bench_app.command()
 def layer(
     context: typer.Context,
+    overrides: Overrides = None,
     tokens: Lengths = LENGTHS,
     batch: Batches = "1,8",
     top_k: TopKs = "100,2048",
@@ -97,8 +105,10 @@ def layer(
         stores=_stores(store),
         candidates=parse_candidates(candidates),
         overlap=_share(overlap),
+        overrides=tuple(overrides or ()),
     )
-    timer, config = GraphTimer(replays), bench_config(settings.stores[0], settings.top_ks[0], settings.candidates)
+    config = bench_config(settings.stores[0], settings.top_ks[0], settings.candidates, settings.overrides)
+    timer = GraphTimer(replays)
     run = _Run(context, json, settings.num_rows, for_device(config, timer.device))
     run.show(measure(settings, timer, run.measured))
 
@@ -107,6 +117,7 @@ def layer(
 def decode(
     context: typer.Context,
     shape: Annotated[str, typer.Option(help="whose sizes the random model has: llama3-8b, llama3.2-1b or qwen3-8b")],
+    overrides: Overrides = None,
     tokens: Lengths = "128K",
     batch: Batches = "1",
     store: Stores = "uva",
@@ -140,11 +151,13 @@ def decode(
         graph=graph,
         compile=compile,
         steps=steps,
+        overrides=tuple(overrides or ()),
         prefill=prefill,
         chunk=chunk,
         memory_cap=None if memory_cap is None else parse_list(memory_cap, parse_bytes, "--memory-cap")[0],
     )
-    timer, config = GraphTimer(), bench_config(settings.stores[0], top_k, settings.candidates, **settings.runtime)
+    config = bench_config(settings.stores[0], top_k, settings.candidates, settings.overrides, **settings.runtime)
+    timer = GraphTimer()
     run = _Run(context, json, settings.num_rows, for_device(config, timer.device))
     run.show(measure(settings, timer, run.measured))
 
@@ -184,6 +197,7 @@ def retrievers(
 def batching(
     context: typer.Context,
     shape: Annotated[str, typer.Option(help="whose sizes the random model has: llama3.2-1b, smollm2-135m, ...")],
+    overrides: Overrides = None,
     batch: Batches = "16",
     requests: Annotated[int, typer.Option(min=1, help="prompts")] = 16,
     shortest: Annotated[int, typer.Option(min=1, help="tokens of the shortest prompt")] = 1000,
@@ -218,8 +232,9 @@ def batching(
         top_k=top_k,
         candidates=parse_candidates(candidates),
         graph=on_gpu if graph is None else graph,
+        overrides=tuple(overrides or ()),
     )
-    config = bench_config(settings.stores[0], top_k, settings.candidates, **settings.runtime)
+    config = bench_config(settings.stores[0], top_k, settings.candidates, settings.overrides, **settings.runtime)
     run = _Run(context, json, settings.num_rows, for_device(config, where))
     run.show(measure(settings, where))
 

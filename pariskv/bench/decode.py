@@ -51,6 +51,7 @@ class Settings:
     prefill     read a real random prompt and measure the time to its first token, instead of filling the cache
     chunk       tokens of that prompt that go through the model at a time, None for all
     memory_cap  bytes of device memory that torch may use, None for all
+    overrides   of the configuration, `key=value`
     """
 
     shape: str
@@ -68,6 +69,7 @@ class Settings:
     memory_cap: int | None = None
     dtype: torch.dtype = torch.bfloat16
     copy_size: int = 1 << 30  # bytes, to measure the bandwidth with
+    overrides: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.tokens) <= self.steps + WARM_UP:
@@ -195,7 +197,7 @@ class _Case:
 
     def _paris(self, store: str, found: Found) -> None:
         s, device = self.settings, self.model.device
-        config = bench_config(store, s.top_k, s.candidates, **s.runtime)
+        config = bench_config(store, s.top_k, s.candidates, s.overrides, **s.runtime)
         refuse_layers(
             self._info(),
             *bench_pipeline(config, device),

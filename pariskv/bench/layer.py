@@ -41,6 +41,7 @@ class Settings(LayerSizes):
     stores: tuple[str, ...]
     candidates: str | int | float
     overlap: float = 0.7  # of the rows of consecutive steps
+    overrides: tuple[str, ...] = ()  # of the configuration, `key=value`
 
     @property
     def num_rows(self) -> int:
@@ -116,7 +117,8 @@ class _Case:
         Raises CapacityError where they do not fit.
         """
         settings, device = self.settings, self.timer.device
-        pipeline, window = bench_pipeline(bench_config(self.store, self.top_k, settings.candidates), device)
+        config = bench_config(self.store, self.top_k, settings.candidates, settings.overrides)
+        pipeline, window = bench_pipeline(config, device)
         first = settings.info(0, self.batch, device)
         count = layers_for(first, self.tokens, self.timer)
         refuse_layers(first, pipeline, window, self.tokens, count, in_host=self.store != "resident")

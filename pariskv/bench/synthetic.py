@@ -18,6 +18,7 @@ from pariskv.binding import LayerPipeline, bind
 from pariskv.cache import window_of
 from pariskv.config import Config, parse_config
 from pariskv.decode import attend_layer
+from pariskv.errors import ConfigError
 from pariskv.layer import LayerState
 from pariskv.registry import Registry
 from pariskv.resolve import for_device
@@ -30,6 +31,14 @@ STORES: dict[str, tuple[str, dict[str, object]]] = {
     "uva reuse": ("uva", {"reuse": True}),
 }
 """What benchmarks call a store: the retriever and its options."""
+
+SET_BY_OPTIONS = {
+    "store": "--store",
+    "layers.default.top_k": "--top-k",
+    "layers.default.candidates": "--candidates",
+    "runtime.graph": "--graph or --no-graph",
+    "runtime.compile": "--compile or --no-compile",
+}
 
 BISECTIONS = 12
 
@@ -54,8 +63,16 @@ def layers_for(info: LayerInfo, tokens: int, timer: Timer) -> int:
     return layers_to_cycle(info.batch * info.kv_heads * tokens * info.head_dim // 8, timer.l2_bytes)
 
 
-def bench_config(store: str, top_k: int, candidates: str | int | float, **runtime: object) -> Config:
-    """ParisKV in every layer over one of `STORES`, the window at its defaults."""
+def bench_config(
+    store: str, top_k: int, candidates: str | int | float, overrides: Sequence[str] = (), **runtime: object
+) -> Config:
+    """ParisKV in every layer over one of `STORES`, the window at its defaults, and `key=value` overrides on top.
+
+    Raises ConfigError for an override of what a benchmark's options set.
+    """
+    for override in overrides:
+        if (key := override.partition("=")[0]) in SET_BY_OPTIONS:
+            raise ConfigError(f"{override}: here {key} is set by {SET_BY_OPTIONS[key]}")
     name, options = STORES[store]
     return parse_config(
         {
@@ -63,7 +80,8 @@ def bench_config(store: str, top_k: int, candidates: str | int | float, **runtim
             "retrievers": {name: options} if options else {},
             "layers": {"default": {"retriever": "pariskv", "candidates": candidates, "top_k": top_k}},
             "runtime": runtime,
-        }
+        },
+        overrides,
     )
 
 

@@ -357,6 +357,37 @@ def test_layer_rows_have_every_combination_and_say_what_they_overlap() -> None:
     assert [(one["tokens"], one["batch"]) for one in measured["dense"]] == [(2500, 1), (2500, 2)]
 
 
+OTHER = ("layers.default.retriever=other",)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        layer.measure(layer.Settings((2500,), (1,), (16,), ("resident",), "auto", overrides=OTHER), Counting(), {}),
+        decode.measure(
+            decode.Settings(
+                "tiny", TINY_MODEL, (300,), (1,), ("resident",), 16, "auto", False, False, 2, overrides=OTHER
+            ),
+            Counting(),
+            {},
+        ),
+        batching.measure(
+            batching.Settings("tiny", TINY_MODEL, 4, 30, 90, (2,), ("resident",), 8, 16, "auto", False, OTHER), CPU
+        ),
+    ],
+    ids=["layer", "decode", "batching"],
+)
+def test_overrides_reach_what_is_measured(rows: Iterator[dict[str, Any]]) -> None:
+    with pytest.raises(ConfigError, match="unknown retriever 'other'"):
+        next(rows)
+
+
+@pytest.mark.parametrize("override", ["store=uva", "layers.default.top_k=5", "runtime.graph=off"])
+def test_an_override_of_what_an_option_sets_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=f"{override}: here .* is set by --"):
+        synthetic.bench_config("resident", 16, "auto", [override])
+
+
 def test_the_hit_rate_counts_the_timed_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     class Reusing(ResidentStore):
         counts: torch.Tensor
