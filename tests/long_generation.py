@@ -46,6 +46,7 @@ def a_model() -> LanguageModel:
 def started(model: LanguageModel, tokens: int, config: Config) -> tuple[ParisCache, Iterator[object]]:
     """A cache that has read the prompt and knows of PLANNED tokens, and the steps that generate more."""
     cache, batch = model.new_cache(config), Batch(prompt(PROMPT))
+    cache.warm_up()  # as a session does
     logits = prefill(model, cache, batch, PLANNED)
     return cache, decode(model, cache, batch, logits, GenerationConfig(max_new_tokens=tokens))
 
