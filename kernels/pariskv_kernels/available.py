@@ -17,7 +17,6 @@ CGROUPS = (
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
-
 UNLIMITED = 1 << 62
 """Bytes; v1's word for no limit is above that."""
 

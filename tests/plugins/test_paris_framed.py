@@ -316,7 +316,7 @@ def test_the_state_is_stale_where_the_newest_keys_lie_off_its_centre() -> None:
         ({**OFF}, 0.5),
         ({"vote": "tiers", "vote_combine": "sum_votes"}, 0.9),
         ({"vote": "tiers"}, 0.85),
-        ({"precondition": "model", "combine": "max_logit"}, 0.7),
+        ({"precondition": "model", "combine": "max_logit"}, 0.75),
         ({"precondition": "prompt", "combine": "max_softmax", "exponent": 0.5}, 0.7),
         ({"norm_weight": False}, 0.9),
     ],

@@ -132,22 +132,19 @@ def _query_moment(prefill: Prefill, row: int, precondition: str, group: int) -> 
 
 
 def preconditioner(keys: Tensor, queries: Tensor | None, exponent: float) -> tuple[Tensor, Tensor]:
-    """A with A^T A = (C^-1 # S)^exponent, and its inverse, [H, D, D] float64, of the moments of keys and queries.
+    """A = (C^-1 # S)^(exponent / 2) and its inverse, [H, D, D] float64, of the moments of keys and queries.
 
     C^-1 # S is the geometric mean of the inverse of the one and the other. With C = L L^T it is
-    L^-T (L^T S L)^1/2 L^-1: source, R. Bhatia, Positive Definite Matrices, chapter 4. So A = (L^T S L)^1/4 L^-1, for
-    one eigendecomposition, which is what learning a frame takes longest for; another exponent takes a second.
+    L^-T (L^T S L)^1/2 L^-1: source, R. Bhatia, Positive Definite Matrices, chapter 4.
     """
-    identity = torch.eye(keys.shape[-1], dtype=keys.dtype, device=keys.device).expand_as(keys)
     if queries is None:
+        identity = torch.eye(keys.shape[-1], dtype=keys.dtype, device=keys.device).expand_as(keys)
         return identity, identity
     keys, queries = _with_ridge(keys), _with_ridge(queries)
     lower, _ = torch.linalg.cholesky_ex(keys)
-    stretch, shrink = _powers(lower.mT @ queries @ lower, 0.25)
-    stretch = torch.linalg.solve_triangular(lower, stretch, upper=False, left=False)
-    if exponent == 1:
-        return stretch, lower @ shrink
-    return _powers(stretch.mT @ stretch, exponent / 2)
+    fourth_root, _ = _powers(lower.mT @ queries @ lower, 0.25)
+    factor = torch.linalg.solve_triangular(lower, fourth_root, upper=False, left=False)
+    return _powers(factor.mT @ factor, exponent / 2)
 
 
 def _with_ridge(moment: Tensor) -> Tensor:
