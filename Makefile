@@ -21,7 +21,7 @@ run: model  ## decode a long prompt on this machine and compare with dense atten
 	$(BIN)/pariskv run configs/smollm2.yaml --compare dense
 
 test: model  ## run the tests, on four processes at most
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .
