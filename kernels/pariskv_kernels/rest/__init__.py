@@ -16,15 +16,12 @@ WIDEST = 256
 """The largest head size that the kernel takes; a larger one, and float64, stay on the definition."""
 
 
-def estimate_rest(
-    heads: Tensor, indices: Tensor, candidates: Tensor, chosen: Tensor, known: Known, scaling: float
-) -> Rest:
+def estimate_rest(heads: Tensor, candidates: Tensor, chosen: Tensor, known: Known, scaling: float) -> Rest:
     """The attention that is missing where only some of the candidates are attended: `out` and `lse`, see `Rest`.
 
     heads       [B, H, G, D]         a step's queries q, of any floating-point dtype; the arithmetic is float32
-    indices     [B, H, C]            int32, the candidates, -1 where empty
-    candidates  [B, H, G, parts, 2]  float32, `sum_estimates` of all candidates
-    chosen      [B, H, G, parts, 2]  float32, the same of those that were chosen, in as many parts as it likes
+    candidates  [B, H, G, parts, 3]  float32, `sum_estimates` of all candidates
+    chosen      [B, H, G, parts, 3]  float32, the same of those that were chosen, in as many parts as it likes
     known       what is known of the zone, `Known`
 
     Two estimates are added up:
@@ -42,13 +39,11 @@ def estimate_rest(
     check_float("heads", heads)
     check_shape("heads", heads, None, None, None, None)
     batch, num_heads, group, dim = heads.shape
-    check_dtype("indices", indices, torch.int32)
-    check_shape("indices", indices, batch, num_heads, None)
     check_dtype("known.length", known.length, torch.int32)
     check_shape("known.length", known.length, batch)
     sizes: list[tuple[str, Tensor | None, tuple[int | None, ...]]] = [
-        ("candidates", candidates, (group, None, 2)),
-        ("chosen", chosen, (group, None, 2)),
+        ("candidates", candidates, (group, None, 3)),
+        ("chosen", chosen, (group, None, 3)),
         ("known.offset", known.offset, (group,)),
         ("known.mean", known.mean, (dim,)),
         ("known.slopes", known.slopes, (dim, dim)),
@@ -57,8 +52,8 @@ def estimate_rest(
         if tensor is not None:
             check_dtype(name, tensor, torch.float32)
             check_shape(name, tensor, batch, num_heads, *size)
-    if heads.element_size() < 8 and dim <= WIDEST and is_on_gpu(heads, indices, candidates, chosen, known.slopes):
+    if heads.element_size() < 8 and dim <= WIDEST and is_on_gpu(heads, candidates, chosen, known.slopes):
         from pariskv_kernels.rest import cuda
 
-        return cuda.estimate_rest(heads, indices, candidates, chosen, known, scaling)
-    return naive.estimate_rest(heads, indices, candidates, chosen, known, scaling)
+        return cuda.estimate_rest(heads, candidates, chosen, known, scaling)
+    return naive.estimate_rest(heads, candidates, chosen, known, scaling)

@@ -9,7 +9,7 @@ import torch
 from numba import cuda
 from torch import Tensor
 
-from pariskv_kernels.device import WARP, block_sum, exchanged, joined, loads_first, to_float
+from pariskv_kernels.device import WARP, exchanged, joined, loads_first, to_float
 from pariskv_kernels.launch import blocks_for, launch
 from pariskv_kernels.rest.naive import LEAST, NEWTON_STEPS, Known, Rest
 from pariskv_kernels.specialise import static, template
@@ -29,7 +29,6 @@ FARTHEST = np.float32(12)
 
 def estimate_rest(
     heads: Tensor,
-    indices: Tensor,
     candidates: Tensor,
     chosen: Tensor,
     known: Known,
@@ -47,23 +46,28 @@ def estimate_rest(
     offset = lse if known.offset is None else known.offset
     zone = known.length, offset, known.mean, known.slopes
     numbers = np.float32(scaling), np.float32(LEAST)
-    launch(kernel, grid, columns * parts, heads, indices, candidates, chosen, *zone, *numbers, out, lse)
+    launch(kernel, grid, columns * parts, heads, candidates, chosen, *zone, *numbers, out, lse)
     return Rest(out, lse)
 
 
 @cuda.jit(device=True)
-def log_mass(sums, lane, thread, exchange):
-    """The logarithm of the mass in all parts [parts, 2], for every lane of a warp; all warps must get here."""
-    top, mass = NOTHING, np.float32(0)
+def weigh(sums, lane, thread, exchange):
+    """The logarithm of the mass in all parts [parts, 3] and the count, for every lane of a warp.
+
+    All warps must get here.
+    """
+    top, mass, count = NOTHING, np.float32(0), np.float32(0)
     for part in range(lane, sums.shape[0], WARP):
         top, mass = joined(top, mass, sums[part, 0], sums[part, 1])
+        count += sums[part, 2]
     step = WARP // 2
     while step > 0:
         other_top = exchanged(top, exchange, thread, step)
         other_mass = exchanged(mass, exchange, thread, step)
         top, mass = joined(top, mass, other_top, other_mass)
+        count += exchanged(count, exchange, thread, step)
         step //= 2
-    return np.float32(top + math.log(mass)) if mass > 0 else NOTHING
+    return (np.float32(top + math.log(mass)) if mass > 0 else NOTHING), count
 
 
 @cuda.jit(device=True)
@@ -106,7 +110,7 @@ def log_beyond(candidates, mean, taken, length):
 
 
 @template
-def rest_of(heads, indices, candidates, chosen, lengths, offset, mean, slopes, scaling, least, out, lse):
+def rest_of(heads, candidates, chosen, lengths, offset, mean, slopes, scaling, least, out, lse):
     """A thread has some of a column's entries, which it multiplies with every head's; then the parts are added.
 
     A warp for each head weighs; the first block tells.
@@ -114,7 +118,6 @@ def rest_of(heads, indices, candidates, chosen, lengths, offset, mean, slopes, s
     query = cuda.shared.array(GROUP * DIM, np.float32)
     sums = cuda.shared.array(PARTS * GROUP * COLUMNS, np.float32)
     exchange = cuda.shared.array(THREADS, np.float32)
-    warps = cuda.shared.array(32, np.float32)
     factor = cuda.shared.array(GROUP, np.float32)
     thread, h, b = cuda.threadIdx.x, cuda.blockIdx.y, cuda.blockIdx.z
     column, part, first = thread % COLUMNS, thread // COLUMNS, cuda.blockIdx.x * COLUMNS
@@ -124,16 +127,12 @@ def rest_of(heads, indices, candidates, chosen, lengths, offset, mean, slopes, s
     loads_first()
     for i in range(thread, GROUP * DIM, THREADS):
         query[i] = load(heads[b, h, i // DIM, i % DIM]) * scaling
-    length, taken = np.float32(lengths[b]), np.float32(0)
-    if HAS_OFFSET:
-        for c in range(thread, indices.shape[2], THREADS):
-            taken += np.float32(indices[b, h, c] >= 0)
-        taken = block_sum(taken, warps, thread, THREADS)
+    length = np.float32(lengths[b])
     # The same number of rounds for all warps; those without a head of their own look at the last one again.
     for start in range(0, GROUP, THREADS // WARP):
         g = min(start + thread // WARP, GROUP - 1)
-        whole = log_mass(candidates[b, h, g], thread % WARP, thread, exchange)
-        kept = log_mass(chosen[b, h, g], thread % WARP, thread, exchange)
+        whole, taken = weigh(candidates[b, h, g], thread % WARP, thread, exchange)
+        kept, _ = weigh(chosen[b, h, g], thread % WARP, thread, exchange)
         missing = np.float32(0)
         if whole > NOTHING:
             missing = np.float32(-math.expm1(kept - whole))

@@ -42,16 +42,14 @@ class Rest(NamedTuple):
     lse: Tensor
 
 
-def estimate_rest(
-    heads: Tensor, indices: Tensor, candidates: Tensor, chosen: Tensor, known: Known, scaling: float
-) -> Rest:
+def estimate_rest(heads: Tensor, candidates: Tensor, chosen: Tensor, known: Known, scaling: float) -> Rest:
     whole, part = log_mass(candidates), log_mass(chosen)
     share = -torch.expm1(part - whole.clamp(min=torch.finfo(whole.dtype).min))
     lost = torch.where((whole > -torch.inf) & (share >= LEAST), whole + share.clamp(min=LEAST).log(), -torch.inf)
     lse = lost
     if known.offset is not None:
         length = known.length.float().view(-1, 1, 1)
-        taken = (indices >= 0).sum(-1, keepdim=True) / length.clamp(min=1)  # [B, H, 1], the candidates' share
+        taken = candidates[..., 2].sum(-1) / length.clamp(min=1)  # [B, H, G], the candidates' share
         lse = torch.logaddexp(lost, log_beyond(whole - length.log(), known.offset * scaling, taken, length, lost))
     queries = heads.float() * scaling
     shift = torch.bmm(queries.flatten(0, 1), known.slopes.flatten(0, 1)).view(heads.shape)
@@ -61,7 +59,7 @@ def estimate_rest(
 
 def log_mass(sums: Tensor) -> Tensor:
     """The logarithm of the mass in all parts [B, H, G]; -inf of none."""
-    highest, mass = sums.unbind(-1)
+    highest, mass, _ = sums.unbind(-1)
     return (highest + mass.log()).logsumexp(-1)
 
 
@@ -70,7 +68,7 @@ def log_beyond(candidates: Tensor, mean: Tensor, taken: Tensor, length: Tensor, 
 
     candidates  [B, H, G]  the logarithm of what the candidates weigh, as a mean over all tokens of the zone
     mean        [B, H, G]  of the scores
-    taken       [B, H, 1]  the candidates' share of the tokens
+    taken       [B, H, G]  the candidates' share of the tokens
 
     Of scores with the mean mu and the standard deviation s, the highest c weigh exp(mu + s^2 / 2) Phi(s - z) and the
     others exp(mu + s^2 / 2) Phi(z - s), z being the quantile of 1 - c. The first is known, and gives s: the logarithm

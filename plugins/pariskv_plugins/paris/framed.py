@@ -28,6 +28,7 @@ from pariskv_kernels.tiers import MAX_WEIGHT, tier_table
 from torch import Tensor
 
 from pariskv.attention import merge
+from pariskv.beside import PartialBeside
 from pariskv.errors import ConfigError
 from pariskv.hookspecs import Need, Retriever, hookimpl
 from pariskv.types import TOKENS, Budget, CodeField, Codes, LayerInfo, Partial, Prefill, Query, Selection, Tensors
@@ -163,21 +164,25 @@ class ParisKV(Retriever):
         kept = keep_best(selection, scores, top_k, self._least(query.heads.shape[2]))
         if not self.estimates_rest:
             return kept
-        rest = self._rest(query, codes, selection.indices, sums, kept.indices)
-        return replace(kept, partial=rest if kept.partial is None else Partial(*merge(kept.partial, rest)))
+        rest = PartialBeside(offset.device, lambda: self._rest(query, codes, selection, sums, kept))
+        return replace(kept, partial=rest)
 
-    def _rest(self, query: Query, codes: Codes, candidates: Tensor, sums: Tensor | None, chosen: Tensor) -> Partial:
-        """Attention to the zone's tokens that are not `chosen`, estimated; sums: of all candidates, where known."""
+    def _rest(self, query: Query, codes: Codes, candidates: Selection, sums: Tensor | None, kept: Selection) -> Partial:
+        """Attention to the zone's tokens that were not kept, estimated, and any that was done before.
+
+        sums  of all candidates, where known
+        """
         offset = encoded(query, "offset")
 
         def weigh(tokens: Tensor) -> Tensor:
             estimated = encoded(query, "heads"), codes["codes"], codes["weights"], tokens
             return sum_estimates(*estimated, offset, query.scaling, query.softcap)
 
-        both = weigh(candidates) if sums is None else sums, weigh(chosen)
+        both = weigh(candidates.indices) if sums is None else sums, weigh(kept.indices)
         is_mean = self.options.centre == "prefill"  # around another centre the mean score is not known
         zone = Known(codes.length, offset if is_mean else None, encoded(query, "mean_value"), encoded(query, "slopes"))
-        return Partial(*estimate_rest(query.heads, candidates, *both, zone, query.scaling))
+        rest = Partial(*estimate_rest(query.heads, *both, zone, query.scaling))
+        return rest if kept.partial is None else Partial(*merge(kept.partial, rest))
 
     def _least(self, group: int) -> float:
         """The score of a row with `min_share`: of the mean of the heads' probabilities, or of the highest."""

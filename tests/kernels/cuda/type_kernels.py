@@ -81,17 +81,17 @@ def calls() -> list[tuple[Any, ...]]:
         heads, keys, held = group.to(dtype), halves.to(dtype), rows.to(dtype)
         token = keys[:, :, :1].contiguous()
         chosen, bias = torch.ones(B, H, K, dtype=torch.bool), torch.zeros(B, H, G, K)
-        steady, sums = flags[:, : N - K].contiguous(), torch.zeros(B, H, G, 4, 2)
+        steady, sums = flags[:, : N - K].contiguous(), torch.zeros(B, H, G, 4, 3)
         found += [
             ("encode.cuda", "encode_keys", keys, 8, 42),
             ("frame.cuda", "to_frame", keys, centre, matrix, torch.ones(B, H)),
             ("frame.cuda", "queries_to_frame", heads, centre, matrix, offset),
             ("append.cuda", "append_token", token, token, held, flags, torch.zeros(B).long(), row_flags, 4),
             ("attend.cuda", "attend_rows", heads, held, steady, chosen, None, 0.1),
-            ("attend.cuda", "attend_rows", heads, held, steady, chosen, None, 0.1, None, (group, offset)),
+            ("attend.cuda", "attend_rows", heads, held, steady, chosen, None, 0.1, None, lambda: (group, offset)),
             ("attend.cuda", "attend_rows", heads, held, steady, chosen, bias, 0.1, 30.0),
-            ("rest.cuda", "estimate_rest", heads, indices, sums, sums, Known(lengths, offset, centre, matrix), 0.1),
-            ("rest.cuda", "estimate_rest", heads, indices, sums, sums, Known(lengths, None, centre, matrix), 0.1),
+            ("rest.cuda", "estimate_rest", heads, sums, sums, Known(lengths, offset, centre, matrix), 0.1),
+            ("rest.cuda", "estimate_rest", heads, sums, sums, Known(lengths, None, centre, matrix), 0.1),
         ]
     return found
 
