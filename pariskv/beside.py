@@ -12,6 +12,7 @@ from torch import Tensor
 from pariskv.types import Partial
 
 Result = TypeVar("Result")
+Next = TypeVar("Next")
 
 
 class Beside(Generic[Result]):
@@ -22,6 +23,7 @@ class Beside(Generic[Result]):
     """
 
     def __init__(self, device: torch.device, work: Callable[[], Result]):
+        self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type != "cuda":
             self._result = work()
@@ -33,6 +35,13 @@ class Beside(Generic[Result]):
         with torch.cuda.stream(self._stream):
             self._result = work()
         self._work: Callable[[], Result] | None = work  # and with it the memory that it reads
+
+    def then(self, work: Callable[[Result], Next]) -> Beside[Next]:
+        """Goes on there with more work, which also waits for what else has been started until now.
+
+        `result` is then called of that alone.
+        """
+        return Beside(self._device, lambda: work(self._result))
 
     def result(self) -> Result:
         """What the work returned; the device waits for it, the host does not."""
@@ -47,8 +56,8 @@ class PartialBeside(Partial):
 
     _beside: Beside[Partial]
 
-    def __init__(self, device: torch.device, work: Callable[[], Partial]):
-        object.__setattr__(self, "_beside", Beside(device, work))
+    def __init__(self, beside: Beside[Partial]):
+        object.__setattr__(self, "_beside", beside)
 
     @property
     def out(self) -> Tensor:
