@@ -63,7 +63,8 @@ def test_a_quarter_of_the_papers_candidates_is_enough(model: LanguageModel) -> N
 def test_the_next_token_is_nearly_as_often_the_same_as_by_the_best_choice(model: LanguageModel) -> None:
     ours, best = measured(model, "pariskv", 26, 0.125), measured(model, "exact", 26, 0.125)
     assert ours["argmax_agreement"] >= best["argmax_agreement"] - 1 / STEPS
-    assert ours["kl"] < 3 * best["kl"]
+    assert ours["kl"] < best["kl"]  # it estimates what is not fetched, and the best choice of rows forgets it
+    assert ours["kl"] < 0.5 * measured(model, "pariskv-paper", 26, 0.25)["kl"]
 
 
 @pytest.mark.parametrize(("learnt_from", "text"), [("source", "prose"), ("prose", "source")])

@@ -65,7 +65,7 @@ class Options:
     vote_combine: str = "weighted_query"  # of a group's heads in the vote: mean_query, weighted_query, sum_votes
     combine: str = "sum_softmax"  # of a group's heads in the rerank: mean_query, max_logit, sum_softmax, max_softmax
     min_share: float = 0.0  # a row's least estimated share of the group's attention to be fetched; 0: top_k rows
-    rest: str = "none"  # attention to what is not fetched: none (forgotten) or gaussian (estimated and added)
+    rest: str = "gaussian"  # attention to what is not fetched: none (forgotten) or gaussian (estimated and added)
     recentre: float = 0.5  # how far the new keys' mean may lie off centre, a share of their power; 0: never learn anew
 
 
