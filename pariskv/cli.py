@@ -27,10 +27,11 @@ from pariskv.evaluation.tasks.cli import eval_app
 from pariskv.plugin_cli import new_plugin, plugins
 from pariskv.prefix.cli import prefix_app
 from pariskv.progress import described_progress
-from pariskv.units import parse_bytes, parse_tokens, with_option
+from pariskv.units import parse_bytes, parse_rate, parse_tokens, with_option
 
 if TYPE_CHECKING:
     from pariskv.needle import Needle
+    from pariskv.plan_time import Rates
     from pariskv.session import Run, Session
 
 BAD_INPUT = 2
@@ -183,26 +184,45 @@ def plan(
     batch: Annotated[int, typer.Option(min=1, help="rows")] = 1,
     device_memory: Annotated[str | None, typer.Option(help="plan for a GPU of that size, such as 80GB")] = None,
     host_memory: Annotated[str | None, typer.Option(help="memory of its host, such as 512GB")] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="of the device's memory, such as 4.8TB/s: says what a step takes at least")
+    ] = None,
+    bus: Annotated[str | None, typer.Option(help="from host to device, such as 50GB/s, for the same")] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a request would take of the memory, and the largest that fits; loads no weights."""
     from pariskv.plan import Machine, as_table, describe
     from pariskv.plan import plan as make_plan
+    from pariskv.plan_time import step_time
 
     settings = load_config(config, overrides or [])
     _check_names(settings)
     sizes = {name: _size(name, text) for name, text in (("device", device_memory), ("host", host_memory))}
     tokens = with_option("--context", parse_tokens, context)
+    rates = _rates(bandwidth, bus)
     machine = Machine.of(settings, sizes["device"], sizes["host"])
-    found = make_plan(describe(settings, machine.device), machine, tokens, batch)
+    model = describe(settings, machine.device)
+    found = make_plan(model, machine, tokens, batch)
+    time = None if rates is None else step_time(model, rates, tokens, batch)
     if as_json:
-        print(json.dumps(found.to_dict()))
+        print(json.dumps(found.to_dict() | ({} if time is None else {"time": time.to_dict()})))
     else:
-        wide_console().print(as_table(found, tokens, batch))
+        wide_console().print(as_table(found, tokens, batch, time))
 
 
 def _size(name: str, text: str | None) -> int | None:
     return None if text is None else with_option(f"--{name}-memory", parse_bytes, text)
+
+
+def _rates(bandwidth: str | None, bus: str | None) -> Rates | None:
+    from pariskv.plan_time import Rates
+
+    if bandwidth is None:
+        if bus is not None:
+            raise ConfigError(f"--bus: got {bus!r} without --bandwidth; give both, or neither")
+        return None
+    memory = with_option("--bandwidth", parse_rate, bandwidth)
+    return Rates(memory, None if bus is None else with_option("--bus", parse_rate, bus))
 
 
 @app.command()

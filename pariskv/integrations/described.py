@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from pariskv.binding import bind
@@ -46,7 +49,27 @@ def described(
     geometry.device = device
     planner = Planner(config, geometry.expected_info, pipelines, windows, device, lambda: traced(model))
     context = None if config.model.allow_beyond_context else getattr(text, "max_position_embeddings", None)
-    return Described(planner, weight_bytes(model), context, config.generation.max_new_tokens)
+    return Described(planner, weight_bytes(model), context, config.generation.max_new_tokens, step_weights(model))
+
+
+def step_weights(model: PreTrainedModel) -> int:
+    """Bytes of the weights that a decode step reads at least.
+
+    Of an embedding it reads a row for each token, which is not counted, unless the embedding gives the logits, too; of
+    experts it reads those that one token takes; of a model for images and text it reads the decoder.
+    """
+    untyped: Any = model
+    decoder, head = untyped.get_decoder(), untyped.get_output_embeddings()
+    looked_up = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
+    last = list(head.parameters()) if head is not None else []
+    text = model.config.get_text_config(decoder=True)
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
+    share = Fraction(getattr(text, "num_experts_per_tok", None) or experts, experts)
+    read: dict[int, tuple[int, Fraction]] = {id(weight): (weight.nbytes, Fraction(1)) for weight in last}
+    for name, weight in decoder.named_parameters():
+        if id(weight) not in looked_up:
+            read[id(weight)] = weight.nbytes, share if ".experts." in name else Fraction(1)
+    return math.floor(sum(size * part for size, part in read.values()))
 
 
 def dtype_on(device: torch.device, wanted: str, sizes: PreTrainedConfig) -> torch.dtype:
