@@ -41,7 +41,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What a step reads, in bytes: from the device's memory, and over the bus."""
+    """What one step reads, or several, in bytes: from the device's memory, and over the bus."""
 
     device: int
     bus: int = 0
@@ -90,9 +90,9 @@ def dense_bytes(model: Described, tokens: int, batch: int) -> int:
 
 def answers_seconds(model: Described, rates: Rates, prompt: int, new_tokens: int, batch: int) -> float:
     """Seconds in which a batch decodes answers of `new_tokens` tokens each, without reading its prompts."""
-    layers = _layers(model)
-    lengths = range(prompt + 1, prompt + new_tokens + 1)
-    return sum(rates.seconds(_step(model, layers, prompt, tokens, batch)) for tokens in lengths)
+    reads = [(layer.sum(prompt, new_tokens), many) for layer, many in _layers(model).items()]
+    device = new_tokens * model.step_weights + batch * sum(one.device * many for one, many in reads)
+    return rates.seconds(StepBytes(device, batch * sum(one.bus * many for one, many in reads)))
 
 
 def dense_answers_seconds(model: Described, rates: Rates, prompt: int, new_tokens: int, batch: int) -> float:
@@ -120,6 +120,18 @@ class _LayerReads:
     top_k: int
     rows: int
     is_offloaded: bool
+
+    def sum(self, prompt: int, new_tokens: int) -> StepBytes:
+        """What all steps of an answer read: while the zone stays, each reads one row more than the last."""
+        device = bus = 0
+        tokens, end = prompt + 1, prompt + new_tokens
+        while tokens <= end:
+            last = min(end, self.window.last_of_zone(tokens)) if self.indexes != "prompt" else end
+            steps, first = last - tokens + 1, self.at(prompt, tokens)
+            device += steps * first.device + self.row * (steps * (steps - 1) // 2)
+            bus += steps * first.bus
+            tokens = last + 1
+        return StepBytes(device, bus)
 
     def at(self, prompt: int, tokens: int) -> StepBytes:
         zone = self.window.zone(prompt if self.indexes == "prompt" else tokens)

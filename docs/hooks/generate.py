@@ -49,6 +49,7 @@ def parts() -> dict[str, Callable[[], str]]:
     import code_tables
     import hook_reference
     import retriever_pages
+    import time_tables
 
     measured = sorted(file.stem for file in (ROOT / "docs" / "benchmarks").glob("*.json"))
     return {
@@ -65,6 +66,8 @@ def parts() -> dict[str, Callable[[], str]]:
         **{f"options {name}": partial(retriever_pages.options, name) for name in retriever_pages.names()},
         **{f"cost {name}": partial(retriever_pages.cost, name) for name in retriever_pages.names()},
         **{f"declared {name}": partial(retriever_pages.declared, name) for name in retriever_pages.names()},
+        "step times": time_tables.steps,
+        "paper times": time_tables.papers,
         "changelog": changelog,
         **{f"bench {name}": partial(bench, name) for name in measured},
     }

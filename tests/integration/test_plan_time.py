@@ -19,7 +19,7 @@ from pariskv.integrations.described import described, step_weights
 from pariskv.integrations.models import DEFAULT_MODEL, local_path, resolve_model
 from pariskv.integrations.shapes import SHAPES, described_shape
 from pariskv.plan import Described, for_machine
-from pariskv.plan_time import Rates, answers_seconds, dense_bytes, step_bytes, step_time
+from pariskv.plan_time import Rates, answers_seconds, dense_answers_seconds, dense_bytes, step_bytes, step_time
 from pariskv.registry import Registry
 from pariskv.units import parse_bytes, parse_rate
 
@@ -92,10 +92,12 @@ def test_longer_wider_and_slower_take_no_less(retriever: str) -> None:
         assert later.dense.step_ms >= one.dense.step_ms
 
 
-@pytest.mark.parametrize("retriever", Registry.load(entry_points=False).names())
+REGISTRY = Registry.load(entry_points=False)
+SELECTING = [name for name in REGISTRY.names() if hasattr(REGISTRY.make(name, {}), "coarse_select")]
+
+
+@pytest.mark.parametrize("retriever", [*SELECTING, "dense"])
 def test_every_retriever_has_a_time(retriever: str) -> None:
-    if not hasattr(Registry.load(entry_points=False).make(retriever, {}), "coarse_select"):
-        pytest.skip("a store or an attention: chooses nothing")
     assert step_time(plan_of(retriever), Rates(10**9), 2000, 1).step_ms >= WEIGHTS / 1e6
 
 
@@ -104,10 +106,14 @@ def test_the_number_of_rows_is_only_counted_where_it_is_promised() -> None:
     assert step_bytes(plan_of("shadowkv"), 990, 1000, 1).bus == 0
 
 
-def test_answers_take_the_sum_of_their_steps() -> None:
-    plan, rates = plan_of(), Rates(10**9, 10**6)
-    steps = [max(one.device / 1e9, one.bus / 1e6) for one in (step_bytes(plan, 990, t, 3) for t in range(991, 1401))]
-    assert answers_seconds(plan, rates, 990, 410, 3) == pytest.approx(sum(steps))
+@pytest.mark.parametrize("prompt", [1, 250, 990])
+@pytest.mark.parametrize("retriever", ["pariskv", "pariskv-paper", "snapkv", "dense"])
+def test_answers_read_the_sum_of_their_steps(retriever: str, prompt: int) -> None:
+    plan = plan_of(retriever)
+    steps = [step_bytes(plan, prompt, tokens, 3) for tokens in range(prompt + 1, prompt + 411)]
+    device, bus = (sum(parts) for parts in zip(*((one.device, one.bus) for one in steps), strict=True))
+    assert answers_seconds(plan, Rates(10**9), prompt, 410, 3) == pytest.approx(device / 1e9)
+    assert answers_seconds(plan, Rates(10**9, 10**3), prompt, 410, 3) == pytest.approx(max(device / 1e9, bus / 1e3))
 
 
 def test_a_tied_embedding_is_read_and_another_is_not() -> None:
@@ -191,3 +197,9 @@ def test_rates_and_sizes_are_taken_as_they_are_written() -> None:
     assert parse_rate("1.07TB/s") == 1_070_000_000_000
     assert parse_rate("64 GiB/s") == 64 << 30
     assert parse_bytes("2.01GB") == 2_010_000_000  # as a float it is 2009999999.9999998
+
+
+def test_dense_answers_take_the_sum_of_their_steps() -> None:
+    plan, rates = plan_of(), Rates(10**9)
+    steps = [dense_bytes(plan, tokens, 3) / 1e9 for tokens in range(991, 1401)]
+    assert dense_answers_seconds(plan, rates, 990, 410, 3) == pytest.approx(sum(steps))
