@@ -20,8 +20,8 @@ model: $(STAMP)  ## put the default model on this machine, once
 run: model  ## decode a long prompt on this machine and compare with dense attention
 	$(BIN)/pariskv run configs/smollm2.yaml --compare dense
 
-test: model  ## run the tests
-	$(BIN)/python -m pytest
+test: model  ## run the tests, on four processes at most
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ Between steps rows go back (`crop`) or become another request's (`take_row`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -236,7 +237,7 @@ class LayerState:
             self._move(rows, more)
         if due and self.device is not None:
             self.zone.fit(self._view)
-            self._publish()
+            self._publish(itertools.chain(*due.values()))
         self._keep_a_free_slot()
 
     def _zone(self, row: int, tokens: int) -> int:

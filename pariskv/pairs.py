@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,13 @@ def as_pair(pieces: Iterable[Pair]) -> Pair:
     """Keys and values [H, n, D] of the pieces, one after the other."""
     keys, values = zip(*pieces, strict=True)
     return torch.cat(keys, dim=1), torch.cat(values, dim=1)
+
+
+def take_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """tensor[rows] along the first axis, a view where it can be one; a device does not wait for the numbers."""
+    if len(rows) == 1:
+        return tensor[rows[0] : rows[0] + 1]
+    return tensor if list(rows) == list(range(len(tensor))) else torch.stack([tensor[row] for row in rows])
 
 
 def as_batch(rows: list[Tensor]) -> Tensor:

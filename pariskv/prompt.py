@@ -160,6 +160,10 @@ def without_the_rest(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()
 
 
+MOST_BLOCKS = 8
+"""Blocks of queries whose moments are taken at once: of many short ones each would wait for the host."""
+
+
 class QueryStatistics:
     """What formats want to know of the prompt's queries: their second moment, and the last of them.
 
@@ -190,17 +194,22 @@ class QueryStatistics:
     def _take_moment(self, row: int, new: Tensor) -> None:
         waiting = torch.cat((self._waiting[row], new), dim=2)
         while waiting.shape[2] >= (size := self._block(row)):
-            self._sum(row, waiting[:, :, :size])
-            self._seen[row] += size
-            waiting = waiting[:, :, size:]
+            blocks = 1 if self._seen[row] < self.window.sink else min(MOST_BLOCKS, waiting.shape[2] // size)
+            self._sum(row, waiting[:, :, : blocks * size], blocks)
+            self._seen[row] += blocks * size
+            waiting = waiting[:, :, blocks * size :]
         self._waiting[row] = without_the_rest(waiting)  # or a few queries would keep the whole chunk's alive
 
     def _block(self, row: int) -> int:
         return self.window.sink if self._seen[row] < self.window.sink else self.window.update
 
-    def _sum(self, row: int, block: Tensor) -> None:
-        flat = block.flatten(1, 2).double()  # [H, G * n, D]
-        self.moment[row] += flat.transpose(1, 2) @ flat
+    def _sum(self, row: int, queries: Tensor, blocks: int) -> None:
+        """Add the queries [H, G, blocks * n, D], block by block in order, whichever came together."""
+        heads, group, _, dim = queries.shape
+        cut = queries.reshape(heads, group, blocks, -1, dim).permute(2, 0, 1, 3, 4)
+        flat = cut.reshape(blocks, heads, -1, dim).double()
+        for moment in flat.transpose(2, 3) @ flat:
+            self.moment[row] += moment
 
     def crop(self, row: int, tokens: int) -> None:
         """A row goes back to `tokens` tokens; what the others asked stays in the moment and among the recent."""

@@ -17,7 +17,7 @@ from pariskv import fork
 from pariskv.binding import Encoder, LayerPipeline
 from pariskv.errors import CapacityError, PluginContractError, ShapeError
 from pariskv.hookspecs import Need
-from pariskv.pairs import Pair
+from pariskv.pairs import Pair, take_rows
 from pariskv.prompt import TOKENS_AT_ONCE, PromptView
 from pariskv.types import Budget, Codes, LayerInfo, Store, Tensors
 
@@ -113,7 +113,8 @@ class Zone:
             if len(ready) == len(rows):
                 self._encode(encoder, rows, starts, keys, values)
             elif ready:
-                self._encode(encoder, [rows[i] for i in ready], [starts[i] for i in ready], keys[ready], values[ready])
+                pair = take_rows(keys, ready), take_rows(values, ready)
+                self._encode(encoder, [rows[i] for i in ready], [starts[i] for i in ready], *pair)
         assert self.store is not None
         assert self.pipeline.update is not None
         self.pipeline.update(keys, values, self.store, rows)
@@ -121,7 +122,7 @@ class Zone:
             self.lengths[row] += keys.shape[2]
 
     def _encode(self, encoder: Encoder, rows: list[int], starts: list[int], keys: Tensor, values: Tensor) -> None:
-        state = {name: tensor[rows] for name, tensor in self.states.get(encoder.name, {}).items()}
+        state = {name: take_rows(tensor, rows) for name, tensor in self.states.get(encoder.name, {}).items()}
         block = encoder.encode(keys, values, state)
         try:
             self.codes[encoder.name].append(rows, starts, block, keys.shape[2])
@@ -155,11 +156,11 @@ class Zone:
         if encoder.is_stale is None or not moved:
             return
         asked = [rows[i] for i in moved]
-        state = {name: tensor[asked] for name, tensor in self.states[encoder.name].items()}
+        state = {name: take_rows(tensor, asked) for name, tensor in self.states[encoder.name].items()}
         then = [fitted[row] for row in asked]
         # A row that went back may hold less than it was fitted to.
         since = [max(0, self.lengths[row] - tokens) for row, tokens in zip(asked, then, strict=True)]
-        stale = encoder.is_stale(keys if len(moved) == len(rows) else keys[moved], state, then, since)
+        stale = encoder.is_stale(take_rows(keys, moved), state, then, since)
         for row, is_stale in zip(asked, stale, strict=True):
             if is_stale:
                 del fitted[row]
@@ -170,7 +171,8 @@ class Zone:
         """Only the given rows are taken over, in place: a captured step reads them where they are."""
         state = self.states.setdefault(name, {key: torch.zeros_like(tensor) for key, tensor in new.items()})
         for key, tensor in new.items():
-            state[key][rows] = tensor[rows]
+            for row in rows:
+                state[key][row] = tensor[row]
 
     def _encode_anew(self, encoder: Encoder, row: int, blocks: Iterator[Pair]) -> None:
         start = 0

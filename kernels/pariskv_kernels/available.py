@@ -17,6 +17,9 @@ CGROUPS = (
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
+UNLIMITED = 1 << 62
+"""Bytes; v1's word for no limit is above that."""
+
 
 def available_memory() -> int:
     """Bytes that this process can still take: of the machine, of its cgroup (v1, v2) and of the groups above that."""
@@ -54,14 +57,15 @@ def _of_cgroups(root: Path) -> Iterator[tuple[int, str]]:
         for group in {base, *(parent for path in paths for parent in _up_to(base, base / path))}:
             try:
                 limit = (group / limit_file).read_text().strip()
+                if limit == "max" or int(limit) >= UNLIMITED:
+                    continue
                 used = int((group / used_file).read_text())
                 statistics = dict(line.split()[:2] for line in (group / "memory.stat").read_text().splitlines())
             except (OSError, ValueError):
                 continue  # No such group here, or one without the memory controller.
             # Files that were read count as used until somebody needs the room.
             used -= int(statistics.get(droppable, 0))
-            if limit != "max":
-                yield max(0, int(limit) - used), f"{limit_file} of cgroup {group}"
+            yield max(0, int(limit) - used), f"{limit_file} of cgroup {group}"
 
 
 def _own_paths(root: Path) -> Iterator[str]:

@@ -34,11 +34,13 @@ STORES: dict[str, tuple[str, dict[str, object]]] = {
 
 SET_BY_OPTIONS = {
     "store": "--store",
+    "retrievers.uva.reuse": "--store",
     "layers.default.top_k": "--top-k",
     "layers.default.candidates": "--candidates",
     "runtime.graph": "--graph or --no-graph",
     "runtime.compile": "--compile or --no-compile",
 }
+"""Keys that no override may set, and what sets them."""
 
 BISECTIONS = 12
 

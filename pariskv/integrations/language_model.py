@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from pariskv.integrations.compiled import CompiledForward
 from pariskv.integrations.models import LoadedModel, load_model
 from pariskv.integrations.paris_layer import ATTENTION
 from pariskv.integrations.transformers import DenseCache, ParisCache, use_attention
+from pariskv.registry import Registry
 
 GOES_ON = "[pariskv: the user's turn goes on here]"
 """Put into a chat template to find where a turn's text ends in it."""
@@ -37,6 +39,11 @@ class LanguageModel:
         self._compiled: CompiledForward | None = None
         self._known: dict[object, Any] = {}  # what the memory planner measured of this model
         self.pad_id = int(pad if pad is not None else next(iter(self.eos_ids), 0))
+
+    @cached_property
+    def _registry(self) -> Registry:
+        """What is installed when the first cache is made; looking takes longer than a short prompt."""
+        return Registry.load()
 
     @classmethod
     def load(cls, config: Config) -> LanguageModel:
@@ -67,7 +74,7 @@ class LanguageModel:
         return self._compiled(tokens, positions, cast(ParisCache, cache))
 
     def new_cache(self, config: Config) -> ParisCache:
-        return ParisCache(self.model, config, known=self._known)
+        return ParisCache(self.model, config, self._registry, known=self._known)
 
     @contextmanager
     def dense(self) -> Iterator[DenseCache]:

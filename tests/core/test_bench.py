@@ -382,7 +382,9 @@ def test_overrides_reach_what_is_measured(rows: Iterator[dict[str, Any]]) -> Non
         next(rows)
 
 
-@pytest.mark.parametrize("override", ["store=uva", "layers.default.top_k=5", "runtime.graph=off"])
+@pytest.mark.parametrize(
+    "override", ["store=uva", "retrievers.uva.reuse=true", "layers.default.top_k=5", "runtime.graph=off"]
+)
 def test_an_override_of_what_an_option_sets_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=f"{override}: here .* is set by --"):
         synthetic.bench_config("resident", 16, "auto", [override])

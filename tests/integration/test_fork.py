@@ -20,7 +20,7 @@ from pariskv.integrations.language_model import LanguageModel
 from pariskv.prefix import Prefix, load_prefix, save_prefix
 
 WINDOW_OF_8 = {"sink": 4, "local": 8, "update_interval": 8, "dense_below": 0}
-ALL = parse_config({"layers": {"default": {"candidates": 1.0, "top_k": 4000}}, "window": WINDOW_OF_8})
+ALL = parse_config({"layers": {"default": {"candidates": 1.0, "top_k": 400}}, "window": WINDOW_OF_8})
 QUESTIONS = [prompt(count, seed=count) for count in (9, 1, 21)]
 
 

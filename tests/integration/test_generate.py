@@ -19,7 +19,7 @@ from pariskv.errors import BindingError, ModelError
 from pariskv.integrations.transformers import paris_mask
 
 WINDOW_OF_8 = {"sink": 4, "local": 8, "update_interval": 8, "dense_below": 0}
-CONFIG = parse_config({"layers": {"default": {"candidates": 1.0, "top_k": 4000}}, "window": WINDOW_OF_8})
+CONFIG = parse_config({"layers": {"default": {"candidates": 1.0, "top_k": 400}}, "window": WINDOW_OF_8})
 
 
 def generate(model: Any, ids: torch.Tensor, cache: ParisCache, new: int = 30, **more: Any) -> torch.Tensor:
@@ -255,7 +255,7 @@ def test_prompt_lookup_generates_what_plain_decoding_does(retriever: str) -> Non
     """Drafts are verified as the decode steps they would have been; those that were wrong are taken back."""
     model = tiny_model("llama", torch.float64)
     ids = prompt(12).repeat(1, 6)  # so that there is something to look up
-    layer = {"retriever": retriever, "candidates": 1.0, "top_k": 4000}
+    layer = {"retriever": retriever, "candidates": 1.0, "top_k": 400}
     config = parse_config({"layers": {"default": layer}, "window": WINDOW_OF_8})
     want = generate(model, ids, ParisCache(model, config), new=60)
     cache = ParisCache(model, config)

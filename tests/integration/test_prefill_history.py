@@ -151,7 +151,7 @@ def test_generate_takes_turns_over_the_store(family: str) -> None:
     model = tiny_model(family)
     config = parse_config(
         {
-            "layers": {"default": {"candidates": 1.0, "top_k": 4000}},
+            "layers": {"default": {"candidates": 1.0, "top_k": 400}},
             "window": {"sink": 4, "local": 8, "update_interval": 8, "dense_below": 0},
             "prefill": {"history": "store"},
         }

@@ -6,6 +6,7 @@ is not, for a path that a `.pth` file names brings no editable installations alo
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+TYPES = ROOT / ".mypy_cache" / "new-plugin"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,16 @@ class Environment:
     def install(self, wheel: Path) -> None:
         """One wheel and nothing else; nothing is downloaded."""
         self.pip("install", "--no-index", "--no-deps", wheel)
+
+    def check_types(self, project: Path) -> None:
+        """mypy over a project, with a cache that stays: only the first run reads all of torch, and the others wait.
+
+        Two that write at once would meet a locked database.
+        """
+        TYPES.mkdir(parents=True, exist_ok=True)
+        with (TYPES / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert "Success" in self.run("python", "-m", "mypy", "--cache-dir", TYPES, cwd=project)
 
 
 def pip() -> list[str]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import pytest
@@ -292,6 +296,24 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -
         found.append(sampled_attention(queries, zone, codes, Rule(3, 6, 0.25, None)))
     for one, two in zip(*found, strict=True):
         assert torch.equal(one, two)
+
+
+def test_numba_leaves_torch_its_number_of_threads() -> None:
+    """In a process of its own: Numba starts its threads once."""
+    program = """
+        import torch
+        from pariskv_kernels.lsh.cpu import count_collisions
+
+        torch.set_num_threads(1)
+        count_collisions(*(torch.zeros(shape, dtype=dtype) for shape, dtype in (
+            ((1, 1, 2, 8), torch.int16), ((1, 1, 2, 1), torch.int16), ((1,), torch.int32)
+        )))
+        print(torch.get_num_threads())
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])

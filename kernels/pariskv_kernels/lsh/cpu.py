@@ -59,8 +59,12 @@ def sampled_attention(queries: Queries, zone: Zone, buckets: Tensor | Tables, ru
 
 
 def _use_threads(work: int) -> None:
-    available = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    torch_threads = torch.get_num_threads()
+    available = min(torch_threads, numba.config.NUMBA_NUM_THREADS)
     numba.set_num_threads(available if work >= PARALLEL_FROM else 1)
+    # Where both use one OpenMP, the first call starts Numba's pool, and torch would take the size of that from then on.
+    if torch.get_num_threads() != torch_threads:
+        torch.set_num_threads(torch_threads)
 
 
 def _as_bits(rows: Tensor) -> np.ndarray:

@@ -134,16 +134,17 @@ def _query_moment(prefill: Prefill, row: int, precondition: str, group: int) -> 
 def preconditioner(keys: Tensor, queries: Tensor | None, exponent: float) -> tuple[Tensor, Tensor]:
     """A = (C^-1 # S)^(exponent / 2) and its inverse, [H, D, D] float64, of the moments of keys and queries.
 
-    C^-1 # S is the geometric mean of the inverse of the one and the other: source, R. Bhatia, Positive Definite
-    Matrices, chapter 4.
+    C^-1 # S is the geometric mean of the inverse of the one and the other. With C = L L^T it is
+    L^-T (L^T S L)^1/2 L^-1: source, R. Bhatia, Positive Definite Matrices, chapter 4.
     """
     if queries is None:
         identity = torch.eye(keys.shape[-1], dtype=keys.dtype, device=keys.device).expand_as(keys)
         return identity, identity
     keys, queries = _with_ridge(keys), _with_ridge(queries)
-    root, inverse_root = _power(keys, 0.5), _power(keys, -0.5)
-    mean = inverse_root @ _power(root @ queries @ root, 0.5) @ inverse_root
-    return _power(mean, exponent / 2), _power(mean, -exponent / 2)
+    lower, _ = torch.linalg.cholesky_ex(keys)
+    fourth_root, _ = _powers(lower.mT @ queries @ lower, 0.25)
+    factor = torch.linalg.solve_triangular(lower, fourth_root, upper=False, left=False)
+    return _powers(factor.mT @ factor, exponent / 2)
 
 
 def _with_ridge(moment: Tensor) -> Tensor:
@@ -153,12 +154,12 @@ def _with_ridge(moment: Tensor) -> Tensor:
     return moment + ridge[:, None, None] * torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
 
 
-def _power(moment: Tensor, exponent: float) -> Tensor:
-    """A symmetric positive definite matrix to any power."""
+def _powers(moment: Tensor, exponent: float) -> tuple[Tensor, Tensor]:
+    """A symmetric positive definite matrix to a power, and the inverse of that."""
     values, vectors = torch.linalg.eigh((moment + moment.mT) / 2)
     tiny = torch.finfo(values.dtype).eps * values[..., -1:]
     powers = values.clamp(min=tiny).pow(exponent).unsqueeze(-2)
-    return torch.matmul(vectors * powers, vectors.mT)
+    return torch.matmul(vectors * powers, vectors.mT), torch.matmul(vectors / powers, vectors.mT)
 
 
 def zone_shares(layer: LayerInfo, prefill: Prefill, row: int) -> Tensor:
