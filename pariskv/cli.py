@@ -27,11 +27,10 @@ from pariskv.evaluation.tasks.cli import eval_app
 from pariskv.plugin_cli import new_plugin, plugins
 from pariskv.prefix.cli import prefix_app
 from pariskv.progress import described_progress
-from pariskv.units import parse_bytes, parse_rate, parse_tokens, with_option
+from pariskv.units import parse_bytes, parse_tokens, with_option
 
 if TYPE_CHECKING:
     from pariskv.needle import Needle
-    from pariskv.plan_time import Rates
     from pariskv.session import Run, Session
 
 BAD_INPUT = 2
@@ -188,18 +187,21 @@ def plan(
         str | None, typer.Option(help="of the device's memory, such as 4.8TB/s: says what a step takes at least")
     ] = None,
     bus: Annotated[str | None, typer.Option(help="from host to device, such as 50GB/s, for the same")] = None,
+    flops: Annotated[
+        str | None, typer.Option(help="of the device's matrices, such as 989TFLOP/s: says what prompts take at least")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a request would take of the memory, and the largest that fits; loads no weights."""
     from pariskv.plan import Machine, as_table, describe
     from pariskv.plan import plan as make_plan
-    from pariskv.plan_time import step_time
+    from pariskv.plan_time import Rates, step_time
 
     settings = load_config(config, overrides or [])
     _check_names(settings)
     sizes = {name: _size(name, text) for name, text in (("device", device_memory), ("host", host_memory))}
     tokens = with_option("--context", parse_tokens, context)
-    rates = _rates(bandwidth, bus)
+    rates = Rates.parse(bandwidth, bus, flops)
     machine = Machine.of(settings, sizes["device"], sizes["host"])
     model = describe(settings, machine.device)
     found = make_plan(model, machine, tokens, batch)
@@ -212,17 +214,6 @@ def plan(
 
 def _size(name: str, text: str | None) -> int | None:
     return None if text is None else with_option(f"--{name}-memory", parse_bytes, text)
-
-
-def _rates(bandwidth: str | None, bus: str | None) -> Rates | None:
-    from pariskv.plan_time import Rates
-
-    if bandwidth is None:
-        if bus is not None:
-            raise ConfigError(f"--bus: got {bus!r} without --bandwidth; give both, or neither")
-        return None
-    memory = with_option("--bandwidth", parse_rate, bandwidth)
-    return Rates(memory, None if bus is None else with_option("--bus", parse_rate, bus))
 
 
 @app.command()

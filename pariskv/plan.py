@@ -86,10 +86,12 @@ class Machine:
 class Described:
     """A configuration's model without its weights.
 
-    weights       bytes of the weights
-    context       positions that the model was made for, None where its configuration does not say or it may be exceeded
-    new           tokens of a context that are generated at most
-    step_weights  bytes of the weights that a decode step reads
+    weights         bytes of the weights
+    context         positions that the model was made for, None where its configuration does not say or they may be
+                    exceeded
+    new             tokens of a context that are generated at most
+    step_weights    bytes of the weights that a decode step reads
+    prompt_weights  numbers of the matrices that every token of a prompt is multiplied by
     """
 
     planner: Planner
@@ -97,6 +99,7 @@ class Described:
     context: int | None
     new: int
     step_weights: int
+    prompt_weights: int
 
 
 def for_machine(config: Config, device: torch.device) -> Config:
@@ -273,6 +276,8 @@ def as_table(plan: Plan, context: int, batch: int, time: StepTime | None = None)
     table.add_row(f"largest context at this batch (limit: {plan.limit})", f"{plan.max_context:,}", "")
     table.add_row("largest batch at this context", f"{plan.max_batch:,}", "")
     if time is not None:
+        if time.prompt_s is not None:
+            table.add_row("reading the prompts takes at least", *[f"{time.prompt_s:.2f} s"] * 2)
         table.add_row("a step takes at least", f"{time.step_ms:.2f} ms", f"{time.dense.step_ms:.2f} ms")
         table.add_row("tokens per second at most", f"{time.tokens_per_s:,.1f}", f"{time.dense.tokens_per_s:,.1f}")
     return table

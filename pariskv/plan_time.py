@@ -1,12 +1,15 @@
-"""What a decode step takes at least: the bytes that it has to read once, over the rates at which they can be read.
+"""What a decode step and a prompt take at least: the bytes that a step has to read once, over the rates at which they
+can be read, and the operations of a prompt, over their rate.
 
 step_bytes       of one step: weights, sink and ring, codes, selected rows
 dense_bytes      of the same step with dense attention: weights, all keys and values
 step_time        both as times
-answers_seconds  a batch of whole answers, step by step
+prompt_flops     of the prompts of a batch: weights, and attention to the tokens before
+answers_seconds  a batch of whole answers, step by step, and its prompts where their rate is known
 
-Nothing else is counted: no computation, no launches, no writes, no prompt, none of the layers that keep a cache of
-their own (sliding windows). So a step takes at least this long, and mostly longer.
+Nothing else is counted: no computation in a step, no memory in a prompt, no launches, no writes, no codes that are
+made, no attention of the layers that keep a cache of their own (sliding windows). So it takes at least this long, and
+mostly longer.
 """
 
 from __future__ import annotations
@@ -22,17 +25,40 @@ import torch
 
 from pariskv.binding import Encoder, LayerPipeline
 from pariskv.budget import CandidateRule
+from pariskv.errors import ConfigError
 from pariskv.plan import Described, split
 from pariskv.types import TOKENS, LayerInfo
+from pariskv.units import parse_flops, parse_rate, with_option
 from pariskv.window import Window
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second of the device's memory, and of the bus from the host; None: what crosses it costs nothing."""
+    """What the hardware does in a second.
+
+    memory  bytes that are read from the device's memory
+    bus     bytes that come from the host, None: what crosses the bus costs nothing
+    flops   operations of multiplied matrices, None: prompts cost nothing
+    """
 
     memory: int
     bus: int | None = None
+    flops: int | None = None
+
+    @classmethod
+    def parse(cls, bandwidth: str | None, bus: str | None, flops: str | None) -> Rates | None:
+        """Those of the options `--bandwidth`, `--bus` and `--flops`, None without any.
+
+        Raises ConfigError for what is no rate, and for the others without `--bandwidth`.
+        """
+        others = (("--bus", parse_rate, bus), ("--flops", parse_flops, flops))
+        if bandwidth is None:
+            for option, _, text in others:
+                if text is not None:
+                    raise ConfigError(f"{option}: got {text!r} without --bandwidth; give both, or neither")
+            return None
+        given = (None if text is None else with_option(option, parse, text) for option, parse, text in others)
+        return cls(with_option("--bandwidth", parse_rate, bandwidth), *given)
 
     def seconds(self, read: StepBytes) -> float:
         """Memory and bus may be busy at the same time, so the longer of the two counts."""
@@ -61,9 +87,13 @@ class Pace:
 
 @dataclass(frozen=True)
 class StepTime(Pace):
-    """The same beside dense attention."""
+    """The same beside dense attention.
+
+    prompt_s  seconds in which the prompts before are read at least, by either, None where their rate is not known
+    """
 
     dense: Pace
+    prompt_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The section `time` of `--json`."""
@@ -72,9 +102,11 @@ class StepTime(Pace):
 
 def step_time(model: Described, rates: Rates, context: int, batch: int) -> StepTime:
     """The last step of `batch` rows of `context` tokens each, prompt and new ones together."""
-    ours = rates.seconds(step_bytes(model, split(context, model.new)[0], context, batch))
+    prompt, _ = split(context, model.new)
+    ours = rates.seconds(step_bytes(model, prompt, context, batch))
     dense = rates.seconds(StepBytes(dense_bytes(model, context, batch)))
-    return StepTime(1e3 * ours, batch / ours, Pace.of(dense, batch))
+    prompt_s = prompt_seconds(model, rates, prompt, batch) if rates.flops else None
+    return StepTime(1e3 * ours, batch / ours, Pace.of(dense, batch), prompt_s)
 
 
 def step_bytes(model: Described, prompt: int, tokens: int, batch: int) -> StepBytes:
@@ -88,17 +120,31 @@ def dense_bytes(model: Described, tokens: int, batch: int) -> int:
     return model.step_weights + batch * tokens * sum(_row_bytes(planner.info(index, 1)) for index in planner.pipelines)
 
 
+def prompt_flops(model: Described, prompt: int, batch: int) -> int:
+    """Operations in which the prompts of a batch are read: two for each number of a matrix, and causal attention."""
+    infos = [model.planner.info(index, 1) for index in model.planner.pipelines]
+    # Two products, of the scores and of the values, each of two operations, with half of the square of the tokens.
+    attention = sum(2 * one.kv_heads * one.group * one.head_dim for one in infos) * prompt * (prompt + 1)
+    return batch * (2 * model.prompt_weights * prompt + attention)
+
+
+def prompt_seconds(model: Described, rates: Rates, prompt: int, batch: int) -> float:
+    """Seconds in which the prompts of a batch are read at least; 0 where nobody says at which rate."""
+    return prompt_flops(model, prompt, batch) / rates.flops if rates.flops else 0.0
+
+
 def answers_seconds(model: Described, rates: Rates, prompt: int, new_tokens: int, batch: int) -> float:
-    """Seconds in which a batch decodes answers of `new_tokens` tokens each, without reading its prompts."""
+    """Seconds in which a batch reads its prompts and decodes answers of `new_tokens` tokens each."""
     reads = [(layer.sum(prompt, new_tokens), many) for layer, many in _layers(model).items()]
     device = new_tokens * model.step_weights + batch * sum(one.device * many for one, many in reads)
-    return rates.seconds(StepBytes(device, batch * sum(one.bus * many for one, many in reads)))
+    decoding = rates.seconds(StepBytes(device, batch * sum(one.bus * many for one, many in reads)))
+    return prompt_seconds(model, rates, prompt, batch) + decoding
 
 
 def dense_answers_seconds(model: Described, rates: Rates, prompt: int, new_tokens: int, batch: int) -> float:
     """The same with dense attention, whose step grows by as much with every token."""
     ends = (dense_bytes(model, tokens, batch) for tokens in (prompt + 1, prompt + new_tokens))
-    return new_tokens * sum(ends) / 2 / rates.memory
+    return prompt_seconds(model, rates, prompt, batch) + new_tokens * sum(ends) / 2 / rates.memory
 
 
 @dataclass(frozen=True)

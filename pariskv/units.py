@@ -13,6 +13,7 @@ from pariskv.errors import ConfigError
 TOKEN_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 BYTE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 RATE_UNITS = {f"{unit}/S": factor for unit, factor in BYTE_UNITS.items() if unit} | {"TB/S": 10**12, "TIB/S": 1 << 40}
+FLOPS_UNITS = {f"{unit}FLOP{per}": 10**power for unit, power in (("G", 9), ("T", 12), ("P", 15)) for per in ("/S", "S")}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z/]*)")
 
 T = TypeVar("T")
@@ -31,6 +32,11 @@ def parse_bytes(text: str) -> int:
 def parse_rate(text: str) -> int:
     """Bytes per second: `4.8TB/s` (10^12 bytes each), `50GB/s` or `64GiB/s`, from 1 on."""
     return _size(text, RATE_UNITS, "bytes per second such as 4.8TB/s or 50GB/s")
+
+
+def parse_flops(text: str) -> int:
+    """Operations per second: `989TFLOP/s` (10^12 each) or `1.5PFLOPS`, from 1 on."""
+    return _size(text, FLOPS_UNITS, "operations per second such as 989TFLOP/s")
 
 
 def parse_count(text: str) -> int:

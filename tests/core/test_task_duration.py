@@ -38,6 +38,7 @@ def test_ruler_asks_its_thirteen_at_every_length() -> None:
 def test_limits_and_samples_of_the_configuration_count() -> None:
     asked = EvaluationConfig(tasks=["aime25"], limit=10, samples=2, max_new_tokens=100)
     assert answers_of(asked, 4096) == [Answers(20, 1, 100)]
+    assert answers_of(asked, 4096, 700) == [Answers(20, 700, 100)]
     with pytest.raises(ConfigError, match=r"evaluation\.limit: vt has as many items as are wanted; set a number"):
         answers_of(EvaluationConfig(tasks=["vt"]), 4096)
 

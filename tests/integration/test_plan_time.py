@@ -15,13 +15,22 @@ from pariskv.bench.output import read_json
 from pariskv.cli import main
 from pariskv.config import parse_config
 from pariskv.integrations.activations import meta_model
-from pariskv.integrations.described import described, step_weights
+from pariskv.integrations.described import described, prompt_weights, step_weights
 from pariskv.integrations.models import DEFAULT_MODEL, local_path, resolve_model
 from pariskv.integrations.shapes import SHAPES, described_shape
 from pariskv.plan import Described, for_machine
-from pariskv.plan_time import Rates, answers_seconds, dense_answers_seconds, dense_bytes, step_bytes, step_time
+from pariskv.plan_time import (
+    Rates,
+    answers_seconds,
+    dense_answers_seconds,
+    dense_bytes,
+    prompt_flops,
+    prompt_seconds,
+    step_bytes,
+    step_time,
+)
 from pariskv.registry import Registry
-from pariskv.units import parse_bytes, parse_rate
+from pariskv.units import parse_bytes, parse_flops, parse_rate
 
 ROOT = Path(__file__).parents[2]
 SMOLLM2 = ROOT / "configs" / "smollm2.yaml"
@@ -29,6 +38,7 @@ CUDA = torch.device("cuda")
 WINDOW = {"sink": 16, "local": 64, "update_interval": 64, "dense_below": 300}
 # Of the tiny llama, three layers of 2 heads of 16: 69,504 parameters without the input embedding.
 WEIGHTS = 4 * (3 * (48 * 96 + 2 * 48 * 32 + 96 * 48 + 3 * 48 * 64 + 2 * 48) + 48 + 97 * 48)
+MATRICES = 3 * (48 * 96 + 2 * 48 * 32 + 96 * 48 + 3 * 48 * 64)
 ROW = 2 * 2 * 16 * 4
 
 
@@ -132,6 +142,25 @@ def test_of_experts_only_those_that_a_token_takes_count() -> None:
     everything = sum(weight.nbytes for weight in model.parameters())
     assert experts > 0
     assert step_weights(model) == everything - 4 * 97 * 48 - experts // 2
+    of_layer = 3 * 48 * 64 * 4  # numbers in the matrices of a layer's four experts
+    dense = sum(one.numel() for name, one in model.named_parameters() if one.dim() == 2 and ".experts." not in name)
+    layers = model.config.num_hidden_layers
+    assert prompt_weights(model) == dense - 2 * 97 * 48 + layers * of_layer // 2
+
+
+def test_the_operations_of_a_prompt_are_those_counted_by_hand() -> None:
+    pairs = 2 * (1 + 2 + 3)  # of a query with itself or an earlier token, in two rows
+    assert prompt_flops(plan_of(), 3, 2) == 2 * MATRICES * 6 + 3 * 6 * pairs * (2 * 16 + 2 * 16)
+    assert prompt_seconds(plan_of(), Rates(1, flops=1000), 3, 2) == prompt_flops(plan_of(), 3, 2) / 1000
+    assert prompt_seconds(plan_of(), Rates(1), 3, 2) == 0
+
+
+def test_answers_take_the_time_of_their_prompts_too() -> None:
+    plan, rates, faster = plan_of(), Rates(10**9), Rates(10**9, flops=10**6)
+    prompts = prompt_seconds(plan, faster, 990, 3)
+    assert prompts > 0
+    for of in (answers_seconds, dense_answers_seconds):
+        assert of(plan, faster, 990, 10, 3) == pytest.approx(of(plan, rates, 990, 10, 3) + prompts)
 
 
 needs_smollm2 = pytest.mark.skipif(
@@ -155,12 +184,15 @@ def test_the_command_adds_times_and_changes_nothing_else(capsys: pytest.CaptureF
     time = found.pop("time")
     for name, part in without.items():  # what is measured differs a little from plan to plan
         assert found[name] == (pytest.approx(part, rel=0.05) if isinstance(part, dict) else part)
-    assert (set(time), set(time["dense"])) == ({"step_ms", "tokens_per_s", "dense"}, {"step_ms", "tokens_per_s"})
+    assert set(time) == {"step_ms", "tokens_per_s", "dense", "prompt_s"}
+    assert set(time["dense"]) == {"step_ms", "tokens_per_s"}
+    assert time["prompt_s"] is None
     kv = 30 * 4096 * 2 * 3 * 64 * 2
     assert time["step_ms"] == pytest.approx((2 * 134_515_008 + kv) / 4.8e9)
     assert time["dense"]["step_ms"] == time["step_ms"]
-    out = run(capsys, "--bandwidth", "4.8TB/s")
+    out = run(capsys, "--bandwidth", "4.8TB/s", "--flops", "989 TFLOP/s")
     assert "a step takes at least" in out
+    assert "reading the prompts takes at least" in out
     assert "a step takes" not in run(capsys)
 
 
@@ -171,6 +203,11 @@ def test_the_command_adds_times_and_changes_nothing_else(capsys: pytest.CaptureF
         (["--bandwidth", "fast"], r"--bandwidth: got 'fast', wanted bytes per second"),
         (["--bandwidth", "1TB/s", "--bus", "50Gb/m"], r"--bus: got '50Gb/m', wanted bytes per second"),
         (["--bus", "50GB/s"], r"--bus: got '50GB/s' without --bandwidth; give both"),
+        (["--flops", "1PFLOPS"], r"--flops: got '1PFLOPS' without --bandwidth; give both"),
+        (
+            ["--bandwidth", "1TB/s", "--flops", "1T"],
+            r"--flops: got '1T', wanted operations per second such as 989TFLOP/s",
+        ),
     ],
 )
 def test_a_rate_that_means_nothing_is_one_line(
@@ -193,9 +230,24 @@ def test_no_measured_step_was_faster(file: str) -> None:
         assert least.dense.step_ms < row["dense_ms"]
 
 
+def test_no_measured_prompt_was_faster() -> None:
+    found = read_json(ROOT / "docs" / "benchmarks" / "decode-prefill.json")
+    measured = 0
+    for row in found.rows:
+        plan = described_shape(SHAPES[row["shape"]], parse_config(found.manifest["config"]), CUDA)
+        least = prompt_seconds(
+            plan, Rates(1, flops=989 * 10**12), row["tokens"], row["batch"]
+        )  # nominal: H200, bfloat16
+        for took in (row["ttft_s"], row["dense_ttft_s"]):
+            assert least < took < 3 * least
+            measured += 1
+    assert measured == 4
+
+
 def test_rates_and_sizes_are_taken_as_they_are_written() -> None:
     assert parse_rate("1.07TB/s") == 1_070_000_000_000
     assert parse_rate("64 GiB/s") == 64 << 30
+    assert parse_flops("1.5PFLOPS") == parse_flops("1500 TFLOP/s") == 1_500_000_000_000_000
     assert parse_bytes("2.01GB") == 2_010_000_000  # as a float it is 2009999999.9999998
 
 

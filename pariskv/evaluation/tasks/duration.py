@@ -41,10 +41,11 @@ class Answers:
         return found + (of_batch(self.prompt, self.new_tokens, rest) if rest else 0.0)
 
 
-def answers_of(asked: EvaluationConfig, context: int) -> list[Answers]:
+def answers_of(asked: EvaluationConfig, context: int, short: int = 1) -> list[Answers]:
     """What each retriever is asked, every answer at its longest.
 
     context  tokens to which the prompts of `LONG` and their answers are taken to extend
+    short    tokens of which the other published sets' prompts are taken to be
     Raises ConfigError for an unknown task, and for RULER without a limit, which has as many items as are wanted.
     """
     check_tasks(asked.tasks)
@@ -54,7 +55,7 @@ def answers_of(asked: EvaluationConfig, context: int) -> list[Answers]:
             items, samples, longest = PUBLISHED[name]
             new = asked.max_new_tokens or longest
             count = min(items, asked.limit or items) * (asked.samples or samples)
-            found.append(Answers(count, context - new if name in LONG else 1, new))
+            found.append(Answers(count, context - new if name in LONG else short, new))
             continue
         if asked.limit is None:
             raise ConfigError(f"evaluation.limit: {name} has as many items as are wanted; set a number")
