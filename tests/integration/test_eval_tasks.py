@@ -304,6 +304,32 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(
     assert message in error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "address"),
+    [
+        (["--ray"], "auto"),
+        (["--ray", "--limit", "2"], "auto"),
+        (["--ray", "generation.seed=1"], "auto"),
+        (["--ray", "auto"], "auto"),
+        (["--ray", "local", "--limit", "2"], "local"),
+        (["--ray=ray://head:10001"], "ray://head:10001"),
+        (["--ray", "10.0.0.1:6379", "generation.seed=1"], "10.0.0.1:6379"),
+    ],
+)
+def test_ray_alone_is_the_cluster_that_ray_finds(
+    arguments: list[str], address: str, file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def connected(address: str) -> Any:
+        asked.append(address)
+        raise ConfigError("no cluster here")
+
+    monkeypatch.setattr("pariskv.evaluation.tasks.cluster.connected", connected)
+    assert command(capsys, "tasks", str(file), *arguments)[::2] == (2, "error: no cluster here\n")
+    assert asked == [address]
+
+
 NEEDLE = """
 layers: {default: {retriever: exact, top_k: 8}}
 window: {sink: 4, local: 64, update_interval: 64, dense_below: 0}
