@@ -77,9 +77,11 @@ def test_the_hubs_cache_is_used_and_data_come_first(tmp_path: Path, monkeypatch:
 def test_a_file_with_another_digest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text("[]")
     with pytest.raises(
-        ConfigError, match=r"one\.json: its sha256 is 4f53cda1.*, wanted 0000; .* get it anew from there"
+        ConfigError, match=r"one\.json: its sha256 is 4f53cda1.*, wanted 0000 or 1111; .* get it anew from there"
     ):
-        find(Published("one.json", "there", sha256="0000"), tmp_path)
+        find(Published("one.json", "there", sha256=("0000", "1111")), tmp_path)
+    digest = data.sha256_of(tmp_path / "one.json")
+    assert find(Published("one.json", "there", sha256=("0000", digest)), tmp_path).sha256 == digest
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def math500(folder: Path | None) -> BoxedProblems:
 
 def aime25(folder: Path | None) -> BoxedProblems:
     """The 30 problems of AIME I and II of 2025, eight answers each, for pass@8."""
-    licence = "none given (the problems are the MAA's)"
+    licence = "Apache-2.0 by its card (the problems are the MAA's)"
     return _problems("aime25", "AIME25", "AIME I and II, 2025", licence, AIME25_DATA, folder, 8, (8,))
 
 
