@@ -123,7 +123,15 @@ def _memory(paper: Paper) -> tuple[object, ...]:
 
 def times() -> str:
     """What the answers of each configuration of the paper take at least."""
-    head = ("Configuration", "Answers", "Tokens of each", "Batch", "`pariskv`", "`pariskv`, `store=resident`", "Dense")
+    head = (
+        "Configuration",
+        "Requests",
+        "Tokens of each answer",
+        "Batch",
+        "`pariskv`",
+        "`pariskv`, `store=resident`",
+        "Dense",
+    )
     return table(head, (_times(paper) for paper in papers()))
 
 

@@ -9,7 +9,7 @@ from task_data import write_all
 
 from pariskv.errors import ConfigError
 from pariskv.evaluation.tasks import data
-from pariskv.evaluation.tasks.catalogue import Choice, make_tasks
+from pariskv.evaluation.tasks.catalogue import SUITES, Choice, make_tasks
 from pariskv.evaluation.tasks.data import Published, find
 from pariskv.evaluation.tasks.evaluation import Settings
 from pariskv.evaluation.tasks.gpqa import GPQADiamond
@@ -101,9 +101,8 @@ def test_a_file_that_is_not_what_it_should_be_is_refused(content: str, message: 
 
 def test_every_task_names_its_source_version_licence_and_prompt(tmp_path: Path) -> None:
     write_all(tmp_path)
-    names = ("ruler", "longbench2", "gpqa_diamond", "math500", "aime25")
-    tasks = make_tasks(Choice(names, (1024, 2048), tmp_path, "own", 0), lambda item: 0)
-    assert len(tasks) == 2 * 13 + 4
+    tasks = make_tasks(Choice(SUITES, (1024, 2048), tmp_path, "own", 0), lambda item: 0)
+    assert len(tasks) == 2 * 13 + 5
     assert len({task.name for task in tasks}) == len(tasks)
     for task in tasks:
         source = task.source

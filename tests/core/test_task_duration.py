@@ -16,15 +16,19 @@ PAPER = Path(__file__).parents[2] / "configs" / "paper"
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("qwen3-8b-aime25", Answers(240, 1, 32_768)),
-        ("qwen3-8b-gpqa", Answers(198, 1, 32_768)),
-        ("qwen3-8b-math500", Answers(500, 1, 32_768)),
-        ("qwen3-8b-longbench2", Answers(503, 40_960 - 1024, 1024)),
+        ("qwen3-8b-aime25", [Answers(240, 1, 32_768)]),
+        ("qwen3-8b-gpqa", [Answers(198, 1, 32_768)]),
+        ("qwen3-8b-math500", [Answers(500, 1, 32_768)]),
+        ("qwen3-8b-longbench2", [Answers(503, 40_960 - 1024, 1024), Answers(503, 1024, 128)]),
     ],
 )
-def test_a_configuration_asks_for_so_many_answers(name: str, expected: Answers) -> None:
+def test_a_configuration_asks_for_so_many_answers(name: str, expected: list[Answers]) -> None:
     asked = load_config(PAPER / f"{name}.yaml", []).evaluation
-    assert answers_of(asked, 40_960) == [expected]
+    assert answers_of(asked, 40_960) == expected
+
+
+def test_longbench2_that_does_not_think_asks_once() -> None:
+    assert answers_of(EvaluationConfig(tasks=["longbench2"]), 4096) == [Answers(503, 4096 - 128, 128)]
 
 
 def test_ruler_asks_its_thirteen_at_every_length() -> None:

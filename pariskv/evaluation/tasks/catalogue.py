@@ -17,7 +17,7 @@ from pariskv.evaluation.tasks.ruler.base import CountTokens
 from pariskv.evaluation.tasks.ruler.published import Haystack, Material
 from pariskv.structured import did_you_mean
 
-SUITES = ("ruler", "longbench2", "gpqa_diamond", "math500", "aime25")
+SUITES = ("ruler", "longbench2", "longbench2_cot", "gpqa_diamond", "math500", "aime25")
 NAMES = (*SUITES, *RULER)
 """`ruler` is all of its thirteen tasks; each can be named by itself."""
 
@@ -67,8 +67,8 @@ def make_tasks(choice: Choice, count_tokens: CountTokens) -> list[Task]:
 
 
 def _make(name: str, choice: Choice, count_tokens: CountTokens) -> Sequence[Task]:
-    if name == "longbench2":
-        return [LongBench2(choice.data)]
+    if name in ("longbench2", "longbench2_cot"):
+        return [LongBench2(choice.data, thinks=name == "longbench2_cot")]
     if name == "gpqa_diamond":
         return [GPQADiamond(choice.data, choice.seed)]
     if name == "math500":

@@ -53,7 +53,10 @@ def tasks(
     config: ConfigPath,
     overrides: Overrides = None,
     tasks: Annotated[
-        str | None, typer.Option(help="ruler, one of its tasks, longbench2, gpqa_diamond, math500, aime25; with commas")
+        str | None,
+        typer.Option(
+            help="ruler, one of its tasks, longbench2, longbench2_cot, gpqa_diamond, math500, aime25; with commas"
+        ),
     ] = None,
     retrievers: Annotated[str | None, typer.Option(help="who answers, with commas; config: the file as it is")] = None,
     lengths: Annotated[str | None, typer.Option(help="RULER: tokens of prompt and answer, with commas")] = None,

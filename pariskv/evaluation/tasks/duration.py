@@ -9,20 +9,21 @@ from pariskv.config import EvaluationConfig
 from pariskv.errors import ConfigError
 from pariskv.evaluation.tasks.catalogue import check_tasks
 from pariskv.evaluation.tasks.gpqa import GPQADiamond
-from pariskv.evaluation.tasks.longbench2 import LongBench2
+from pariskv.evaluation.tasks.longbench2 import ANSWER_TOKENS, THOUGHT_TOKENS
 from pariskv.evaluation.tasks.maths import BoxedProblems
 from pariskv.evaluation.tasks.ruler import NAMES as RULER
 from pariskv.evaluation.tasks.ruler import max_new_tokens
 
 PUBLISHED: dict[str, tuple[int, int, int]] = {
-    "longbench2": (503, 1, LongBench2.max_new_tokens),
+    "longbench2": (503, 1, ANSWER_TOKENS),
+    "longbench2_cot": (503, 1, THOUGHT_TOKENS),
     "gpqa_diamond": (198, 1, GPQADiamond.max_new_tokens),
     "math500": (500, 1, BoxedProblems.max_new_tokens),
     "aime25": (30, 8, BoxedProblems.max_new_tokens),
 }
 """Items, samples and tokens of an answer of the published sets, unless the configuration says otherwise."""
 
-LONG = ("longbench2",)
+LONG = ("longbench2", "longbench2_cot")
 """Sets whose prompts are as long as a context; the others' prompts are short beside their answers."""
 
 
@@ -42,7 +43,7 @@ class Answers:
 
 
 def answers_of(asked: EvaluationConfig, context: int, short: int = 1) -> list[Answers]:
-    """What each retriever is asked, every answer at its longest.
+    """What each retriever is asked, every answer at its longest; thoughts and what is asked after them are two answers.
 
     context  tokens to which the prompts of `LONG` and their answers are taken to extend
     short    tokens of which the other published sets' prompts are taken to be
@@ -56,6 +57,8 @@ def answers_of(asked: EvaluationConfig, context: int, short: int = 1) -> list[An
             new = asked.max_new_tokens or longest
             count = min(items, asked.limit or items) * (asked.samples or samples)
             found.append(Answers(count, context - new if name in LONG else short, new))
+            if name == "longbench2_cot":
+                found.append(Answers(count, new, ANSWER_TOKENS))
             continue
         if asked.limit is None:
             raise ConfigError(f"evaluation.limit: {name} has as many items as are wanted; set a number")
