@@ -16,17 +16,8 @@ from pariskv.evaluation.tasks.item import Task
 @pytest.fixture
 def tasks(tmp_path: Path) -> dict[str, Task]:
     write_all(tmp_path)
-    names = (
-        "longbench2",
-        "longbench2_cot",
-        "gpqa_diamond",
-        "math500",
-        "aime25",
-        "niah_multivalue",
-        "niah_single_1",
-        "qa_1",
-    )
-    made = make_tasks(Choice(names, (2000,), tmp_path, "own", 0), lambda item: len(item.prompt.split()))
+    ruler = ("niah_multivalue", "niah_single_1", "qa_1")
+    made = make_tasks(Choice((*SUITES[1:], *ruler), (2000,), tmp_path, "own", 0), lambda item: len(item.prompt.split()))
     return {task.name.partition("@")[0]: task for task in made}
 
 
