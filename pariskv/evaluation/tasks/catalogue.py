@@ -10,7 +10,7 @@ from pariskv.errors import ConfigError
 from pariskv.evaluation.tasks.gpqa import GPQADiamond
 from pariskv.evaluation.tasks.item import Task
 from pariskv.evaluation.tasks.longbench2 import LongBench2
-from pariskv.evaluation.tasks.maths import aime25, math500
+from pariskv.evaluation.tasks.maths import AIME25_SAMPLES, aime25, math500
 from pariskv.evaluation.tasks.ruler import NAMES as RULER
 from pariskv.evaluation.tasks.ruler import ruler_task
 from pariskv.evaluation.tasks.ruler.base import CountTokens
@@ -54,6 +54,11 @@ def check_tasks(names: Sequence[str]) -> None:
             raise ConfigError(
                 f"--tasks: unknown task {name!r}{did_you_mean(name, NAMES)}; there are {', '.join(NAMES)}"
             )
+
+
+def samples_of(name: str) -> int:
+    """Answers to each item of a task, where nobody asks for another number."""
+    return AIME25_SAMPLES if name == "aime25" else 1
 
 
 def make_tasks(choice: Choice, count_tokens: CountTokens) -> list[Task]:

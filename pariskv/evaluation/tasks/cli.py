@@ -140,11 +140,15 @@ def merge(
 
 def refuse_same_answers(config: Config, settings: Settings) -> None:
     """Raise ConfigError where every answer to an item would be the same: several samples, nothing sampled."""
-    if settings.samples is not None and settings.samples > 1 and config.generation.temperature == 0:
-        raise ConfigError(
-            f"--samples {settings.samples}: generation.temperature=0 gives the same answer each time; set it, such as "
-            f"generation.temperature=0.6"
-        )
+    from pariskv.evaluation.tasks.catalogue import samples_of
+
+    for task in settings.tasks:
+        samples = settings.samples or samples_of(task)
+        if samples > 1 and config.generation.temperature == 0:
+            raise ConfigError(
+                f"{task}: {samples} answers to each item, but generation.temperature=0 gives the same answer each "
+                f"time; set it, such as generation.temperature=0.6, or give --samples 1"
+            )
 
 
 def finish(folder: RunFolder, as_json: bool, report: Path | None) -> None:

@@ -10,7 +10,7 @@ from pariskv.errors import ConfigError
 from pariskv.evaluation.tasks.catalogue import check_tasks
 from pariskv.evaluation.tasks.gpqa import GPQADiamond
 from pariskv.evaluation.tasks.longbench2 import ANSWER_TOKENS, THOUGHT_TOKENS
-from pariskv.evaluation.tasks.maths import BoxedProblems
+from pariskv.evaluation.tasks.maths import AIME25_SAMPLES, BoxedProblems
 from pariskv.evaluation.tasks.ruler import NAMES as RULER
 from pariskv.evaluation.tasks.ruler import max_new_tokens
 
@@ -19,7 +19,7 @@ PUBLISHED: dict[str, tuple[int, int, int]] = {
     "longbench2_cot": (503, 1, THOUGHT_TOKENS),
     "gpqa_diamond": (198, 1, GPQADiamond.max_new_tokens),
     "math500": (500, 1, BoxedProblems.max_new_tokens),
-    "aime25": (30, 8, BoxedProblems.max_new_tokens),
+    "aime25": (30, AIME25_SAMPLES, BoxedProblems.max_new_tokens),
 }
 """Items, samples and tokens of an answer of the published sets, unless the configuration says otherwise."""
 
