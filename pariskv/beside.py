@@ -7,18 +7,23 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
+
+from pariskv.types import Partial
 
 Result = TypeVar("Result")
+Next = TypeVar("Next")
 
 
 class Beside(Generic[Result]):
     """Starts the work on a stream of its own; where that is captured, it is a branch of the graph. On a CPU: at once.
 
-    What the work reads must stay until `result` has been called, which a captured step has to do: a graph whose
-    branches do not meet again is refused by CUDA.
+    What the work reads must stay until `result` has been called (what it holds itself, does), which a captured step has
+    to do: a graph whose branches do not meet again is refused by CUDA.
     """
 
     def __init__(self, device: torch.device, work: Callable[[], Result]):
+        self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type != "cuda":
             self._result = work()
@@ -29,13 +34,38 @@ class Beside(Generic[Result]):
         self._stream.wait_stream(self._current)
         with torch.cuda.stream(self._stream):
             self._result = work()
+        self._work: Callable[[], Result] | None = work  # and with it the memory that it reads
+
+    def then(self, work: Callable[[Result], Next]) -> Beside[Next]:
+        """Goes on there with more work, which also waits for what else has been started until now.
+
+        `result` is then called of that alone.
+        """
+        return Beside(self._device, lambda: work(self._result))
 
     def result(self) -> Result:
         """What the work returned; the device waits for it, the host does not."""
         if self._stream is not None:
             self._current.wait_stream(self._stream)
-            self._stream = None
+            self._stream = self._work = None
         return self._result
+
+
+class PartialBeside(Partial):
+    """A partial attention that is worked out beside what follows: whoever reads it first waits for it."""
+
+    _beside: Beside[Partial]
+
+    def __init__(self, beside: Beside[Partial]):
+        object.__setattr__(self, "_beside", beside)
+
+    @property
+    def out(self) -> Tensor:
+        return self._beside.result().out
+
+    @property
+    def lse(self) -> Tensor:
+        return self._beside.result().lse
 
 
 @lru_cache

@@ -83,6 +83,17 @@ class RequestState:
         old = self.request
         self.request = Request(rotary=old.rotary, moments=old.moments, choose=old.choose)
 
+    def clear(self) -> None:
+        """Forget the request as `reset` does, but keep the layers and the room of their zones for the next one.
+
+        Raises PluginContractError where a store cannot forget.
+        """
+        self.end_step()
+        for layer in self.layers.values():
+            layer.clear()
+        self._lineage, self._spare = Lineage(), {}
+        self.request.forget_slots()
+
     def end_step(self) -> None:
         """Between two steps: full buffers leave for the zone."""
         count_selected(self.layers.values())

@@ -63,7 +63,6 @@ class CapturedSteps:
         self.logits = self.next_tokens = torch.empty(0)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._shape: object = None
-        self._pool = torch.cuda.graph_pool_handle()
 
     def place(self, row: int, tokens: int, columns: int) -> None:
         """The row has been given to another request, which holds `tokens` tokens."""
@@ -95,7 +94,8 @@ class CapturedSteps:
     def _capture(self) -> torch.cuda.CUDAGraph:
         """Record a step; the host's part of it has happened then, the device's has not."""
         self._graph = graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # In memory of its own: into that of a graph that is gone torch captures nothing while a tensor there is alive.
+        with torch.cuda.graph(graph):
             self._run()
         self.captures += 1
         return graph

@@ -39,16 +39,20 @@ class LayerState:
         self.pipeline = pipeline
         self.window = window.without_zone() if pipeline.indexes == "none" else window
         self.request = request
-        self.lengths = [0] * info.batch
         self.zone = Zone(info, pipeline, self.window.update)
-        self.active_rows = [True] * info.batch
+        # How often each slot held a selected row; see `count_selected`. Nobody sums it before `attended` is asked for.
+        slots = pipeline.slots(info.group)
+        self.selected = torch.zeros(info.batch, info.kv_heads, slots, dtype=torch.int32, device=info.device)
+        self._begin()
+
+    def _begin(self) -> None:
+        """With rows that hold nothing."""
+        self.lengths = [0] * self.info.batch
+        self.active_rows = [True] * self.info.batch
         self.columns = 0  # of the model: real tokens and padding
         self.in_step = self.is_counted = False
         self.steps = 0
         self.steady = 0  # sink and ring tokens attended to, summed over steps and rows
-        # How often each slot held a selected row; see `count_selected`. Nobody sums it before `attended` is asked for.
-        slots = pipeline.slots(info.group)
-        self.selected = torch.zeros(info.batch, info.kv_heads, slots, dtype=torch.int32, device=info.device)
         self.chosen: Tensor | None = None  # which slots hold a row in the last step; a graph writes it anew
         self.prompt: Prompt | None = None
         self.prefill_history: History = "buffer"  # how the last prompt was read
@@ -294,6 +298,16 @@ class LayerState:
         self.active_rows = [False] * self.info.batch
         self.device.active.zero_()
         self._publish()
+
+    def clear(self) -> None:
+        """Forget everything, for another prompt in the same rows; the room of the zone is kept.
+
+        Raises PluginContractError where the store cannot forget.
+        """
+        for row in range(self.info.batch):
+            self.zone.crop(row, 0)
+        self.selected.zero_()
+        self._begin()
 
     def crop(self, row: int, tokens: int) -> None:
         """Forget the row's tokens from `tokens` on; what left for the zone since then comes back into the ring.

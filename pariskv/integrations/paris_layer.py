@@ -147,6 +147,11 @@ class ParisLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
     def reset(self) -> None:
         """Forget the request."""
         self.request.reset()
-        self.state, self.columns, self.is_initialized = None, 0, False
+        self.state, self.is_initialized = None, False
+        self.cleared()
+
+    def cleared(self) -> None:
+        """Nothing is held any more."""
+        self.columns = 0
         self._unattended = self._padding_checked = self._verifies = False
         self._pending = None

@@ -147,6 +147,17 @@ class ParisCache(Cache):
             take_stock_row(mine, row, other, source_row, self.request.batch, columns)
         self._set_columns(columns)
 
+    def clear(self) -> None:
+        """Forget the request, as `reset` does, and keep the room that it took for the next one of as many rows.
+
+        Raises PluginContractError where a store cannot forget; then the cache is of no more use.
+        """
+        self.request.clear()
+        for layer in self.ours:
+            layer.cleared()
+        for layer in self._stock:
+            layer.reset()
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the newest tokens of every row: -n of them, as transformers counts.
 

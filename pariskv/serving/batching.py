@@ -1,6 +1,7 @@
 """Many requests through one batch, whose rows are given to waiting prompts as they end (continuous batching).
 
-    read      a prompt goes through the model by itself, in a cache of one row, and its row moves into the batch
+    read      a prompt goes through the model by itself, in a cache of one row, and its row moves into the batch; the
+              cache is emptied for the next prompt
     step      one token of every row; rows that have ended cost no retrieval, and are free
     apart     a step that failed: its requests are answered again, each by itself, so that only the one at fault fails
 
@@ -13,6 +14,7 @@ import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from pariskv.config import GenerationConfig, RuntimeConfig
 from pariskv.decode import Batch, Stepper, decode, make_steps, prefill, refuse_not_finite
-from pariskv.errors import ConfigError, ModelError, described
+from pariskv.errors import ConfigError, ModelError, PluginContractError, described
 from pariskv.sampling import NOT_FINITE, Sampler
 
 if TYPE_CHECKING:
@@ -135,6 +137,7 @@ class _Running:
         self.model, rows = owner.model, owner.rows
         self.in_row: list[Answer | None] = [None] * rows
         self.cache: ParisCache | None = None
+        self.reader: ParisCache | None = None  # empty, for the next prompt: its memory is there already
         self.sampler = Sampler(owner.settings, rows)
         self.steps: Stepper | None = None
 
@@ -174,13 +177,22 @@ class _Running:
     def _read(self, index: int, row: int) -> Answer:
         """Read a prompt, put it into a row, and choose its first token."""
         ask = self._ask(index)
-        single, batch = self.owner.new_cache(), self.owner.batch_of(ask)
+        single, batch = self.reader or self.owner.new_cache(), self.owner.batch_of(ask)
+        self.reader = None
         logits = self.owner.read(single, batch, ask)
         token = int(self.sampler.restart(row, logits, ask.seed))
         answer = Answer(index, [token], token in self.model.eos_ids)
         if not self._is_done(answer):
             self._take(row, single, len(ask.tokens))
+        if self.waiting:
+            self._keep(single)
         return answer
+
+    def _keep(self, single: ParisCache) -> None:
+        """For the next prompt, unless a plugin's store cannot forget what it holds."""
+        with suppress(PluginContractError):
+            single.clear()
+            self.reader = single
 
     def _take(self, row: int, single: ParisCache, tokens: int) -> None:
         rows, device = self.owner.rows, self.model.device

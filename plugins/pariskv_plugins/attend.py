@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from pariskv_kernels.append import append_token
 from pariskv_kernels.attend import attend_rows
@@ -25,7 +27,9 @@ class NumbaAttend(Retriever):
     def attend(self, query: Query, working: WorkingSet, selected: Selected | None) -> tuple[Tensor, Tensor]:
         valid = bias = other = None
         if selected is not None:
-            valid, bias, other = selected.valid, selected.bias, _in_full(selected.partial, query.heads.dtype)
+            valid, bias = selected.valid, selected.bias
+            if selected.partial is not None:
+                other = functools.partial(_in_full, selected.partial, query.heads.dtype)
         how = query.scaling, query.softcap
         out, lse = attend_rows(query.heads, working.rows, working.steady, valid, bias, *how, other)
         if selected is None or selected.extra is None:
@@ -34,10 +38,8 @@ class NumbaAttend(Retriever):
         return out.to(query.heads.dtype), lse
 
 
-def _in_full(partial: Partial | None, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+def _in_full(partial: Partial, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A partial attention in the precision that heads of this dtype are computed in."""
-    if partial is None:
-        return None
     wide = torch.promote_types(dtype, torch.float32)
     return partial.out.to(wide), partial.lse.to(wide)
 

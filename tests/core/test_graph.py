@@ -31,13 +31,12 @@ class Notes:
                 notes.calls.append("replay")
 
         @contextmanager
-        def capture(graph: Graph, pool: Any) -> Any:
+        def capture(graph: Graph) -> Any:
             notes.calls.append("capture")
             yield
 
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "graph", capture)
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         self.calls.append("forward")

@@ -139,7 +139,9 @@ def test_every_configuration_of_the_paper_has_its_memory_and_its_time(site: Path
     text = built(site, "evaluation").text
     for file in sorted((ROOT / "configs" / "paper").glob("*.yaml")):
         batch = load_config(file, []).evaluation.batch
-        memory = re.search(rf" {re.escape(file.stem)} (\d+) x ([\d,]+) [\d,]+ ([\d.]+) GB ([\d.]+) GB ([\d.]+) GB ", text)
+        memory = re.search(
+            rf" {re.escape(file.stem)} (\d+) x ([\d,]+) [\d,]+ ([\d.]+) GB ([\d.]+) GB ([\d.]+) GB ", text
+        )
         assert memory is not None
         assert int(memory[1]) == batch
         assert re.search(rf" {re.escape(file.stem)} [\d,]+ [\d, to]+ {batch} ([\d.]+ (h|min) ){{3}}", text)

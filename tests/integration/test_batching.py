@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from pariskv_plugins.resident import ResidentStore
 from prefix_cases import CASES, config_of
 from tiny_models import language_model, prompt, tiny_model
 
 from pariskv.config import Config
+from pariskv.errors import PluginContractError
 from pariskv.integrations.language_model import LanguageModel
+from pariskv.integrations.transformers import ParisCache
 from pariskv.serving.batching import Answer, Ask, Batching
 
 MORE = {name: {"layers": {"default": {"retriever": name, "top_k": 16}}} for name in ("retroinfer", "window")}
@@ -52,3 +55,27 @@ def test_a_batch_gives_every_request_what_it_gets_alone(case: str) -> None:
     assert together == alone
     assert [len(alone[index].tokens) for index in range(5)] == [ask.max_new_tokens for ask in asks]
     assert len({tuple(answer.tokens) for answer in alone.values()}) == 5, "requests that answer alike prove nothing"
+
+
+def caches_made(model: LanguageModel, config: Config, asks: Sequence[Ask]) -> int:
+    """How many caches it takes to answer the requests, two at a time."""
+    made: list[ParisCache] = []
+
+    def new_cache() -> ParisCache:
+        made.append(model.new_cache(config))
+        return made[-1]
+
+    answers = list(Batching(model, new_cache, 2, config.generation, config.runtime).answers(asks))
+    assert not any(answer.error for answer in answers)
+    return len(made)
+
+
+def test_prompts_are_read_into_one_cache_that_is_emptied_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config = a_model(), config_of("pariskv")
+    assert caches_made(model, config, asks_of([90, 1, 120, 40], [4, 3, 5, 2])) == 2  # one is the batch's
+
+    def refuse(store: object, row: int, tokens: int) -> None:
+        raise PluginContractError("cannot forget")
+
+    monkeypatch.setattr(ResidentStore, "crop", refuse)
+    assert caches_made(model, config, asks_of([90, 120], [4, 4])) == 3

@@ -73,11 +73,11 @@ def test_an_attention_to_other_rows_is_merged_in() -> None:
     heads, rows, steady, valid, _ = arguments()
     other = attend_rows(heads, rows, steady & False, valid, None, 0.3)
     assert bool((other[1] > -math.inf).all())
-    got = attend_rows(heads, rows, steady, None, None, 0.3, None, other)
+    got = attend_rows(heads, rows, steady, None, None, 0.3, None, lambda: other)
     for one, wanted in zip(got, attend_rows(heads, rows, steady, valid, None, 0.3), strict=True):
         torch.testing.assert_close(one, wanted)
     nothing = torch.full_like(other[0], math.nan), torch.full_like(other[1], -math.inf)
-    same = attend_rows(heads, rows, steady, None, None, 0.3, None, nothing)
+    same = attend_rows(heads, rows, steady, None, None, 0.3, None, lambda: nothing)
     for one, wanted in zip(same, attend_rows(heads, rows, steady, None, None, 0.3), strict=True):
         torch.testing.assert_close(one, wanted)
 
@@ -116,9 +116,9 @@ def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"^bias"):
         attend_rows(heads, rows, steady, None, bias, 0.3)
     found = attend_rows(heads, rows, steady, valid, bias, 0.3)
-    with pytest.raises(TypeError, match=r"^other\[0\]: wanted dtype torch.float32"):
-        attend_rows(heads, rows, steady, valid, bias, 0.3, None, (found[0].half(), found[1]))
-    with pytest.raises(ValueError, match=r"^other\[1\]"):
-        attend_rows(heads, rows, steady, valid, bias, 0.3, None, (found[0], found[1][:1]))
+    with pytest.raises(TypeError, match=r"^other's out: wanted dtype torch\.float32"):
+        attend_rows(heads, rows, steady, valid, bias, 0.3, None, lambda: (found[0].half(), found[1]))
+    with pytest.raises(ValueError, match=r"^other's log-sum-exp"):
+        attend_rows(heads, rows, steady, valid, bias, 0.3, None, lambda: (found[0], found[1][:1]))
     with pytest.raises(ValueError, match=r"^rows: wanted at least 7 steady and 5 selected rows a head, got 11"):
         attend_rows(heads, rows[:, :, :11], steady, valid, bias, 0.3)

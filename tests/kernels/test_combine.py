@@ -91,13 +91,14 @@ def test_estimates_are_summed_by_head_beside_their_ranking(softcap: float | None
         each = (softcap * torch.tanh(each / softcap)).where(products > -torch.inf, -torch.inf)
     for found in (sums, sum_estimates(rotated, *codes, indices, offset, 0.1, softcap)):
         assert found.shape[:3] == (2, 3, 4)
-        assert found.shape[4:] == (2,)
-        highest, mass = found.double().unbind(-1)
+        assert found.shape[4:] == (3,)
+        highest, mass, count = found.double().unbind(-1)
+        assert torch.equal(count.sum(3).long(), (indices >= 0).sum(2, keepdim=True).expand(2, 3, 4))
         torch.testing.assert_close((highest + mass.log()).logsumexp(-1), each.logsumexp(-1), rtol=1e-5, atol=1e-5)
     assert bool((sums[0, 0, ..., 0] == -torch.inf).all())
     none = sum_estimates(rotated, *codes, indices[..., :0], offset, 0.1, softcap)
     assert bool((none[..., 0] == -torch.inf).all())
-    assert not bool(none[..., 1].any())
+    assert not bool(none[..., 1:].any())
 
 
 def test_wrong_arguments_are_named() -> None:

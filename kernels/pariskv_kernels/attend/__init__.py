@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pariskv_kernels.attend import naive
+from pariskv_kernels.attend.other import Other
 from pariskv_kernels.checks import check_dtype, check_float, check_shape
 from pariskv_kernels.launch import is_on_gpu
 
@@ -22,7 +23,7 @@ def attend_rows(
     bias: Tensor | None,
     scaling: float,
     softcap: float | None = None,
-    other: tuple[Tensor, Tensor] | None = None,
+    other: Other | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One softmax over the rows that are in use; scaled, soft-capped, biased, masked, in this order.
 
@@ -31,8 +32,9 @@ def attend_rows(
     steady   [B, T]           bool, which of the first T rows hold a token
     valid    [B, H, K]        bool, the same of the K rows after them; None: no such rows. T + K <= M
     bias     [B, H, G, K]     float, added to the scores of these K rows, -inf where a query head did not choose
-    other    an attention over other rows, out [B, H, G, D] and log-sum-exp [B, H, G], to be merged in; of float32, of
-             float64 where the heads are; out is not read where its log-sum-exp is -inf
+    other    gives an attention over other rows, out [B, H, G, D] and log-sum-exp [B, H, G], to be merged in; float32,
+             float64 where the heads are; out is not read where its log-sum-exp is -inf. Asked last: it may be found
+             beside this one
     returns  out [B, H, G, D] in the heads' dtype, 0 where no row is in use, and the scores' log-sum-exp
              [B, H, G] in float32 (float64 of float64), -inf where none is
 
@@ -54,10 +56,6 @@ def attend_rows(
     if bias is not None:
         check_float("bias", bias)
         check_shape("bias", bias, batch, num_heads, group, slots)
-    if other is not None:
-        for name, tensor, shape in (("other[0]", other[0], heads.shape), ("other[1]", other[1], heads.shape[:3])):
-            check_dtype(name, tensor, torch.promote_types(heads.dtype, torch.float32))
-            check_shape(name, tensor, *shape)
     if steady.shape[1] + slots > rows.shape[2]:
         raise ValueError(
             f"rows: wanted at least {steady.shape[1]} steady and {slots} selected rows a head, got {rows.shape[2]}"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pariskv_kernels.attend import plan
 from pariskv_kernels.attend.numbers import from_float, number_in
+from pariskv_kernels.attend.other import Other, asked
 from pariskv_kernels.launch import blocks_for, launch
 from pariskv_kernels.specialise import static, template
 
@@ -32,7 +33,7 @@ def attend_rows(
     bias: Tensor | None,
     scaling: float,
     softcap: float | None = None,
-    other: tuple[Tensor, Tensor] | None = None,
+    other: Other | None = None,
     threads: int = 256,
 ) -> tuple[Tensor, Tensor]:
     batch, num_heads, group, head_dim = heads.shape
@@ -43,7 +44,8 @@ def attend_rows(
     lse = torch.empty(batch, num_heads, group, dtype=torch.float32, device=heads.device)
     if tokens == 0:
         if other is not None:
-            return out.copy_(other[0].where(other[1].unsqueeze(-1) > -math.inf, 0)), lse.copy_(other[1])
+            other_out, other_lse = asked(other, heads)
+            return out.copy_(other_out.where(other_lse.unsqueeze(-1) > -math.inf, 0)), lse.copy_(other_lse)
         return out.zero_(), lse.fill_(-math.inf)
     constants = plan.constants(head_dim, group, heads.dtype, threads)
     attend = attend_tile(
@@ -68,8 +70,9 @@ def attend_rows(
     )
     parts = max(1, 2 * threads // head_dim)
     merge = merge_tiles(D=head_dim, PARTS=parts, HAS_OTHER=other is not None, store=from_float(heads.dtype))
-    others = (lse.view(-1),) * 2 if other is None else tuple(one.contiguous().view(-1) for one in other)
-    launch(merge, (group, num_heads, batch), parts * head_dim, partial, tiles, *others, out.view(-1), lse.view(-1))
+    others = (lse, lse) if other is None else asked(other, heads)
+    flat = [one.contiguous().view(-1) for one in others]
+    launch(merge, (group, num_heads, batch), parts * head_dim, partial, tiles, *flat, out.view(-1), lse.view(-1))
     return out, lse
 
 

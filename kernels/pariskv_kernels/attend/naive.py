@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from pariskv_kernels.attend.other import Other, asked
+
 
 def attend_rows(
     heads: Tensor,
@@ -16,7 +18,7 @@ def attend_rows(
     bias: Tensor | None,
     scaling: float,
     softcap: float | None = None,
-    other: tuple[Tensor, Tensor] | None = None,
+    other: Other | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Everything in float32, or in float64 where the heads are."""
     wide = torch.promote_types(heads.dtype, torch.float32)
@@ -35,7 +37,8 @@ def attend_rows(
     weights = (scores - lse.clamp(min=torch.finfo(wide).min).unsqueeze(-1)).exp()
     out = weights @ values.masked_fill(~used.unsqueeze(-1), 0)
     if other is not None:
-        own, lse = lse, torch.logaddexp(lse, other[1])
+        (other_out, other_lse), own = asked(other, heads), lse
+        lse = torch.logaddexp(own, other_lse)
         share = (own - lse.clamp(min=torch.finfo(wide).min)).exp().unsqueeze(-1)
-        out = share * out + (1 - share) * other[0].where(other[1].unsqueeze(-1) > -math.inf, 0)
+        out = share * out + (1 - share) * other_out.where(other_lse.unsqueeze(-1) > -math.inf, 0)
     return out.to(heads.dtype), lse

@@ -85,10 +85,10 @@ def sum_estimates(
     scaling: float,
     softcap: float | None = None,
 ) -> Tensor:
-    """How much attention each head is estimated to pay to the tokens, in parts [B, H, G, parts, 2] float32.
+    """How much attention each head is estimated to pay to the tokens, in parts [B, H, G, parts, 3] float32.
 
-    Of the scores of each part, which `combine_scores` defines: the highest, -inf of none, and the sum of
-    exp(score - highest), 0 of none. Into how many parts the tokens are cut is left open.
+    Of the scores of each part, which `combine_scores` defines: the highest, -inf of none, the sum of
+    exp(score - highest), 0 of none, and how many there are. Into how many parts the tokens are cut is left open.
     """
     check_shape("offset", offset, *rotated.shape[:3])
     if _sums_on_gpu(rotated, codes, weights, indices, offset):

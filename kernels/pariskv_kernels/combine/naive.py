@@ -29,6 +29,7 @@ def scores_of(products: Tensor, offset: Tensor, scaling: float, softcap: float |
 
 
 def sum_products(products: Tensor, offset: Tensor, scaling: float, softcap: float | None) -> Tensor:
-    """In one part, [B, H, G, 1, 2]: the logarithm of the sum of exp(score) in the place of the highest, and 1."""
+    """In one part, [B, H, G, 1, 3]: the logarithm of the sum of exp(score) as the highest, 1, and the count."""
     whole = scores_of(products, offset, scaling, softcap).logsumexp(3)
-    return torch.stack((whole, (whole > -torch.inf).float()), dim=-1).unsqueeze(3)
+    count = (products > -torch.inf).sum(3)
+    return torch.stack((whole, (whole > -torch.inf).float(), count.float()), dim=-1).unsqueeze(3)

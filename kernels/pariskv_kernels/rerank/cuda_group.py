@@ -45,8 +45,8 @@ def estimate_and_sum(
     """The estimates, and of each head's scores, scaling x (estimate + offset), soft-capped, what `combine` goes by.
 
     offset   None: nothing is added up, and the sums hold anything
-    returns  [B, H, G, C], of which the heads of a candidate lie side by side, and [B, H, G, parts, 2], the highest
-             score of a part and the sum of exp(score - highest)
+    returns  [B, H, G, C], of which the heads of a candidate lie side by side, and [B, H, G, parts, 3], the highest
+             score of a part, the sum of exp(score - highest), and how many they are
     """
     batch, heads, group, padded = rotated.shape
     num, tokens, subspaces = indices.shape[2], codes.shape[2], weights.shape[3]
@@ -69,7 +69,7 @@ def estimate_and_sum(
     rounds = blocks_for(num, fill * (threads // lanes * items))
     blocks = blocks_for(num, max(1, rounds) * (threads // lanes * items))
     scores = torch.empty(batch, heads, num, group, dtype=torch.float32, device=rotated.device)
-    sums = torch.empty(batch, heads, group, blocks, 2, dtype=torch.float32, device=rotated.device)
+    sums = torch.empty(batch, heads, group, blocks, 3, dtype=torch.float32, device=rotated.device)
     launch(
         estimate_group(**constants, THREADS=threads),
         (blocks, heads, batch),
@@ -100,6 +100,7 @@ def estimate_group(rotated, codes, weights, indices, levels, scores, offset, sum
     query = cuda.shared.array(HEADS * PADDED, np.float32)  # [HEADS, COORDINATES, LANES]
     highest_of = cuda.shared.array(THREADS * REST, np.float32)
     mass_of = cuda.shared.array(THREADS * REST, np.float32)
+    many_of = cuda.shared.array(THREADS * REST, np.float32)
     thread, lane = np.uint32(cuda.threadIdx.x), np.uint32(cuda.threadIdx.x % LANES)
     h, b = cuda.blockIdx.y & 65535, cuda.blockIdx.z & 65535
     candidates, num = indices[b, h], indices.shape[2]
@@ -116,7 +117,7 @@ def estimate_group(rotated, codes, weights, indices, levels, scores, offset, sum
     own_head = lane * np.uint32(REST) % np.uint32(HEADS)
     for r in static(REST):
         own_offset[r] = offset[b, h, min(own_head + np.uint32(r), np.uint32(GROUP - 1))]
-        highest[r], mass[r] = NOTHING, np.float32(0)
+        highest[r], mass[r], many[r] = NOTHING, np.float32(0), np.float32(0)
     # The same number of rounds for all threads of a block; past the end they look at the last candidate again.
     for start in range(cuda.blockIdx.x * (THREADS // LANES * ITEMS), num, cuda.gridDim.x * (THREADS // LANES * ITEMS)):
         first = start + np.int32(thread // np.uint32(LANES)) * ITEMS
@@ -157,18 +158,22 @@ def estimate_group(rotated, codes, weights, indices, levels, scores, offset, sum
                     if CAPPED:
                         score = np.float32(softcap * math.tanh(score / softcap))
                     highest[r], mass[r] = joined(highest[r], mass[r], score, np.float32(1))
+                    many[r] += np.float32(1)
     if SUMMED:
         # Entry by entry the heads come in order, over and over.
         cuda.syncthreads()
         for r in static(REST):
             highest_of[thread * np.uint32(REST) + np.uint32(r)] = highest[r]
             mass_of[thread * np.uint32(REST) + np.uint32(r)] = mass[r]
+            many_of[thread * np.uint32(REST) + np.uint32(r)] = many[r]
         half = THREADS * REST // 2
         while half >= HEADS:
             cuda.syncthreads()
             for i in range(thread, half, THREADS):
                 highest_of[i], mass_of[i] = joined(highest_of[i], mass_of[i], highest_of[i + half], mass_of[i + half])
+                many_of[i] += many_of[i + half]
             half //= 2
         cuda.syncthreads()
         for g in range(thread, GROUP, THREADS):
             sums[b, h, g, cuda.blockIdx.x, 0], sums[b, h, g, cuda.blockIdx.x, 1] = highest_of[g], mass_of[g]
+            sums[b, h, g, cuda.blockIdx.x, 2] = many_of[g]

@@ -1,4 +1,4 @@
-"""`estimate_rest` on a GPU, in one launch: each block has a few columns of the slopes, and weighs for itself."""
+"""`weigh_candidates` and `estimate_rest` on a GPU, a launch each."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from numba import cuda
 from torch import Tensor
 
-from pariskv_kernels.device import WARP, block_sum, exchanged, joined, loads_first, to_float
+from pariskv_kernels.device import WARP, exchanged, joined, loads_first, to_float
 from pariskv_kernels.launch import blocks_for, launch
-from pariskv_kernels.rest.naive import LEAST, NEWTON_STEPS, Known, Rest
+from pariskv_kernels.rest.naive import LEAST, NEWTON_STEPS, Known, Rest, Weighed
 from pariskv_kernels.specialise import static, template
 
 COLUMNS = 16
@@ -27,43 +27,47 @@ FARTHEST = np.float32(12)
 """Standard deviations at which the tail of a normal distribution is nothing, and float32 still holds it."""
 
 
-def estimate_rest(
-    heads: Tensor,
-    indices: Tensor,
-    candidates: Tensor,
-    chosen: Tensor,
-    known: Known,
-    scaling: float,
-    columns: int = COLUMNS,
-    parts: int = PARTS,
-) -> Rest:
+def weigh_candidates(
+    heads: Tensor, candidates: Tensor, known: Known, scaling: float, columns: int = COLUMNS, parts: int = PARTS
+) -> Weighed:
     """columns x parts: threads of a block, whole warps"""
     batch, num_heads, group, dim = heads.shape
-    out = torch.empty(batch, num_heads, group, dim, dtype=torch.float32, device=heads.device)
-    lse = torch.empty(batch, num_heads, group, dtype=torch.float32, device=heads.device)
+    shift = torch.empty(batch, num_heads, group, dim, dtype=torch.float32, device=heads.device)
+    whole, beyond = torch.empty(2, batch, num_heads, group, dtype=torch.float32, device=heads.device)
     constants = {"DIM": dim, "GROUP": group, "COLUMNS": columns, "PARTS": parts, "HAS_OFFSET": known.offset is not None}
-    kernel = rest_of(**constants, ROUNDS=blocks_for(dim, parts), THREADS=columns * parts, load=to_float(heads.dtype))
+    kernel = weigh(**constants, ROUNDS=blocks_for(dim, parts), THREADS=columns * parts, load=to_float(heads.dtype))
     grid = (blocks_for(dim, columns), num_heads, batch)
-    offset = lse if known.offset is None else known.offset
-    zone = known.length, offset, known.mean, known.slopes
-    numbers = np.float32(scaling), np.float32(LEAST)
-    launch(kernel, grid, columns * parts, heads, indices, candidates, chosen, *zone, *numbers, out, lse)
+    zone = known.length, whole if known.offset is None else known.offset, known.slopes
+    launch(kernel, grid, columns * parts, heads, candidates, *zone, np.float32(scaling), whole, beyond, shift)
+    return Weighed(whole, beyond, shift)
+
+
+def estimate_rest(weighed: Weighed, chosen: Tensor, mean: Tensor, threads: int = 128) -> Rest:
+    batch, num_heads, group, dim = weighed.shift.shape
+    out, lse = torch.empty_like(weighed.shift), torch.empty_like(weighed.whole)
+    kernel = take_off(DIM=dim, GROUP=group, THREADS=threads)
+    launch(kernel, (num_heads, batch), threads, *weighed, chosen, mean, np.float32(LEAST), out, lse)
     return Rest(out, lse)
 
 
 @cuda.jit(device=True)
-def log_mass(sums, lane, thread, exchange):
-    """The logarithm of the mass in all parts [parts, 2], for every lane of a warp; all warps must get here."""
-    top, mass = NOTHING, np.float32(0)
+def sum_parts(sums, lane, thread, exchange):
+    """The logarithm of the mass in all parts [parts, 3] and the count, for every lane of a warp.
+
+    All warps must get here.
+    """
+    top, mass, count = NOTHING, np.float32(0), np.float32(0)
     for part in range(lane, sums.shape[0], WARP):
         top, mass = joined(top, mass, sums[part, 0], sums[part, 1])
+        count += sums[part, 2]
     step = WARP // 2
     while step > 0:
         other_top = exchanged(top, exchange, thread, step)
         other_mass = exchanged(mass, exchange, thread, step)
         top, mass = joined(top, mass, other_top, other_mass)
+        count += exchanged(count, exchange, thread, step)
         step //= 2
-    return np.float32(top + math.log(mass)) if mass > 0 else NOTHING
+    return (np.float32(top + math.log(mass)) if mass > 0 else NOTHING), count
 
 
 @cuda.jit(device=True)
@@ -94,7 +98,7 @@ def quantile_above(share):
 
 @cuda.jit(device=True)
 def log_beyond(candidates, mean, taken, length):
-    """As in `naive.py`; without the bound."""
+    """As in `naive.py`."""
     target, z = np.float32(candidates - math.log(length) - mean), quantile_above(taken)
     deviation = np.float32(math.sqrt(np.float32(2) * max(np.float32(target - math.log(taken)), np.float32(0))))
     for _ in range(NEWTON_STEPS):
@@ -106,16 +110,14 @@ def log_beyond(candidates, mean, taken, length):
 
 
 @template
-def rest_of(heads, indices, candidates, chosen, lengths, offset, mean, slopes, scaling, least, out, lse):
+def weigh(heads, candidates, lengths, offset, slopes, scaling, whole, beyond, shift):
     """A thread has some of a column's entries, which it multiplies with every head's; then the parts are added.
 
-    A warp for each head weighs; the first block tells.
+    The warps of the first block weigh, a head each.
     """
     query = cuda.shared.array(GROUP * DIM, np.float32)
     sums = cuda.shared.array(PARTS * GROUP * COLUMNS, np.float32)
     exchange = cuda.shared.array(THREADS, np.float32)
-    warps = cuda.shared.array(32, np.float32)
-    factor = cuda.shared.array(GROUP, np.float32)
     thread, h, b = cuda.threadIdx.x, cuda.blockIdx.y, cuda.blockIdx.z
     column, part, first = thread % COLUMNS, thread // COLUMNS, cuda.blockIdx.x * COLUMNS
     own = min(first + column, DIM - 1)
@@ -124,32 +126,17 @@ def rest_of(heads, indices, candidates, chosen, lengths, offset, mean, slopes, s
     loads_first()
     for i in range(thread, GROUP * DIM, THREADS):
         query[i] = load(heads[b, h, i // DIM, i % DIM]) * scaling
-    length, taken = np.float32(lengths[b]), np.float32(0)
-    if HAS_OFFSET:
-        for c in range(thread, indices.shape[2], THREADS):
-            taken += np.float32(indices[b, h, c] >= 0)
-        taken = block_sum(taken, warps, thread, THREADS)
-    # The same number of rounds for all warps; those without a head of their own look at the last one again.
-    for start in range(0, GROUP, THREADS // WARP):
-        g = min(start + thread // WARP, GROUP - 1)
-        whole = log_mass(candidates[b, h, g], thread % WARP, thread, exchange)
-        kept = log_mass(chosen[b, h, g], thread % WARP, thread, exchange)
-        missing = np.float32(0)
-        if whole > NOTHING:
-            missing = np.float32(-math.expm1(kept - whole))
-        total, known = NOTHING, np.float32(0)
-        if missing >= least:
-            lost = np.float32(whole + math.log(missing))
-            total, known = lost, np.float32(1)
-            if HAS_OFFSET and taken < length:
-                beyond = log_beyond(whole, offset[b, h, g] * scaling, taken / length, length)
-                # exp(beyond - lost) is 1 at most.
-                more = np.float32(1) + np.float32(math.exp(min(np.float32(beyond - lost), np.float32(0))))
-                total, known = np.float32(lost + math.log(more)), np.float32(1) / more
-        if thread % WARP == 0:
-            factor[g] = known
-            if cuda.blockIdx.x == 0:
-                lse[b, h, g] = total
+    if cuda.blockIdx.x == 0:
+        length = np.float32(lengths[b])
+        # The same number of rounds for all warps; those without a head of their own look at the last one again.
+        for start in range(0, GROUP, THREADS // WARP):
+            g = min(start + thread // WARP, GROUP - 1)
+            mass, taken = sum_parts(candidates[b, h, g], thread % WARP, thread, exchange)
+            outside = NOTHING
+            if HAS_OFFSET and mass > NOTHING and taken > 0 and taken < length:
+                outside = log_beyond(mass, offset[b, h, g] * scaling, taken / length, length)
+            if thread % WARP == 0:
+                whole[b, h, g], beyond[b, h, g] = mass, outside
     cuda.syncthreads()
     for g in static(GROUP):
         sum_of[g] = np.float32(0)
@@ -164,7 +151,33 @@ def rest_of(heads, indices, candidates, chosen, lengths, offset, mean, slopes, s
     for i in range(thread, GROUP * COLUMNS, THREADS):
         d = first + i % COLUMNS
         if d < DIM:
-            shift = np.float32(0)
+            total = np.float32(0)
             for p in range(PARTS):
-                shift += sums[p * GROUP * COLUMNS + i]
-            out[b, h, i // COLUMNS, d] = mean[b, h, d] + factor[i // COLUMNS] * shift
+                total += sums[p * GROUP * COLUMNS + i]
+            shift[b, h, i // COLUMNS, d] = total
+
+
+@template
+def take_off(whole, beyond, shift, chosen, mean, least, out, lse):
+    """A block for each key/value head: a warp for each query head weighs, then all write."""
+    exchange = cuda.shared.array(THREADS, np.float32)
+    share_of_lost = cuda.shared.array(GROUP, np.float32)
+    thread, h, b = cuda.threadIdx.x, cuda.blockIdx.x, cuda.blockIdx.y
+    for start in range(0, GROUP, THREADS // WARP):
+        g = min(start + thread // WARP, GROUP - 1)
+        kept, _ = sum_parts(chosen[b, h, g], thread % WARP, thread, exchange)
+        mass, missing = whole[b, h, g], np.float32(0)
+        if mass > NOTHING:
+            missing = np.float32(-math.expm1(kept - mass))
+        total, share = NOTHING, np.float32(0)
+        if missing >= least:
+            lost = np.float32(mass + math.log(missing))
+            # exp(beyond - lost) is 1 at most.
+            more = np.float32(1) + np.float32(math.exp(min(np.float32(beyond[b, h, g] - lost), np.float32(0))))
+            total, share = np.float32(lost + math.log(more)), np.float32(1) / more
+        if thread % WARP == 0:
+            share_of_lost[g], lse[b, h, g] = share, total
+    cuda.syncthreads()
+    for i in range(thread, GROUP * DIM, THREADS):
+        g, d = i // DIM, i % DIM
+        out[b, h, g, d] = mean[b, h, d] + share_of_lost[g] * shift[b, h, g, d]

@@ -24,6 +24,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from pariskv_kernels.root import matrix_powers, square_roots
 from pariskv_kernels.srht import padded_dim
 from pariskv_kernels.srht.naive import rotation_matrix
 from torch import Tensor
@@ -142,9 +143,10 @@ def preconditioner(keys: Tensor, queries: Tensor | None, exponent: float) -> tup
         return identity, identity
     keys, queries = _with_ridge(keys), _with_ridge(queries)
     lower, _ = torch.linalg.cholesky_ex(keys)
-    fourth_root, _ = _powers(lower.mT @ queries @ lower, 0.25)
-    factor = torch.linalg.solve_triangular(lower, fourth_root, upper=False, left=False)
-    return _powers(factor.mT @ factor, exponent / 2)
+    half, _ = square_roots(lower.mT @ queries @ lower)
+    half = torch.linalg.solve_triangular(lower, half, upper=False, left=False)
+    mean = torch.linalg.solve_triangular(lower.mT, half, upper=True)
+    return square_roots(mean) if exponent == 1 else matrix_powers(mean, exponent / 2)
 
 
 def _with_ridge(moment: Tensor) -> Tensor:
@@ -152,14 +154,6 @@ def _with_ridge(moment: Tensor) -> Tensor:
     # Keys that are all the same have no moment, and any frame is as good as another.
     ridge = (RIDGE * mean).where(mean > 0, 1.0)
     return moment + ridge[:, None, None] * torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
-
-
-def _powers(moment: Tensor, exponent: float) -> tuple[Tensor, Tensor]:
-    """A symmetric positive definite matrix to a power, and the inverse of that."""
-    values, vectors = torch.linalg.eigh((moment + moment.mT) / 2)
-    tiny = torch.finfo(values.dtype).eps * values[..., -1:]
-    powers = values.clamp(min=tiny).pow(exponent).unsqueeze(-2)
-    return torch.matmul(vectors * powers, vectors.mT), torch.matmul(vectors / powers, vectors.mT)
 
 
 def zone_shares(layer: LayerInfo, prefill: Prefill, row: int) -> Tensor:

@@ -22,12 +22,13 @@ from pariskv_kernels.encode import encode_keys
 from pariskv_kernels.frame import queries_to_frame, to_frame
 from pariskv_kernels.linear import linear_table
 from pariskv_kernels.rerank import estimate_scores
-from pariskv_kernels.rest import Known, estimate_rest
+from pariskv_kernels.rest import Known, Weighed, estimate_rest, weigh_candidates
 from pariskv_kernels.select import select_by_votes
 from pariskv_kernels.tiers import MAX_WEIGHT, tier_table
 from torch import Tensor
 
 from pariskv.attention import merge
+from pariskv.beside import Beside, PartialBeside
 from pariskv.errors import ConfigError
 from pariskv.hookspecs import Need, Retriever, hookimpl
 from pariskv.types import TOKENS, Budget, CodeField, Codes, LayerInfo, Partial, Prefill, Query, Selection, Tensors
@@ -160,24 +161,31 @@ class ParisKV(Retriever):
             steady = torch.full_like(offset, -torch.inf) if query.steady is None else query.steady.float()
             how = self.options.combine, query.scaling, query.softcap
             scores, sums = combine_estimates(heads, *estimated, offset, steady, *how, with_sums=self.estimates_rest)
+        if self.estimates_rest:
+            # Beside the choice of the best, and then beside their fetch: nobody needs it before `attend`.
+            weighed = Beside(offset.device, lambda: self._weigh(query, codes, selection.indices, sums))
         kept = keep_best(selection, scores, top_k, self._least(query.heads.shape[2]))
         if not self.estimates_rest:
             return kept
-        rest = self._rest(query, codes, selection.indices, sums, kept.indices)
-        return replace(kept, partial=rest if kept.partial is None else Partial(*merge(kept.partial, rest)))
+        rest = weighed.then(lambda found: self._rest(query, codes, found, kept))
+        return replace(kept, partial=PartialBeside(rest))
 
-    def _rest(self, query: Query, codes: Codes, candidates: Tensor, sums: Tensor | None, chosen: Tensor) -> Partial:
-        """Attention to the zone's tokens that are not `chosen`, estimated; sums: of all candidates, where known."""
-        offset = encoded(query, "offset")
-
-        def weigh(tokens: Tensor) -> Tensor:
-            estimated = encoded(query, "heads"), codes["codes"], codes["weights"], tokens
-            return sum_estimates(*estimated, offset, query.scaling, query.softcap)
-
-        both = weigh(candidates) if sums is None else sums, weigh(chosen)
+    def _weigh(self, query: Query, codes: Codes, candidates: Tensor, sums: Tensor | None) -> Weighed:
+        """What the candidates, and the tokens that are none, weigh; sums: of the candidates, where they are known."""
         is_mean = self.options.centre == "prefill"  # around another centre the mean score is not known
-        zone = Known(codes.length, offset if is_mean else None, encoded(query, "mean_value"), encoded(query, "slopes"))
-        return Partial(*estimate_rest(query.heads, candidates, *both, zone, query.scaling))
+        zone = Known(codes.length, encoded(query, "offset") if is_mean else None, encoded(query, "slopes"))
+        sums = self._sums(query, codes, candidates) if sums is None else sums
+        return weigh_candidates(query.heads, sums, zone, query.scaling)
+
+    def _rest(self, query: Query, codes: Codes, weighed: Weighed, kept: Selection) -> Partial:
+        """Attention to the zone's tokens that were not kept, estimated, and any that was done before."""
+        chosen = self._sums(query, codes, kept.indices)
+        rest = Partial(*estimate_rest(weighed, chosen, encoded(query, "mean_value")))
+        return rest if kept.partial is None else Partial(*merge(kept.partial, rest))
+
+    def _sums(self, query: Query, codes: Codes, tokens: Tensor) -> Tensor:
+        estimated = encoded(query, "heads"), codes["codes"], codes["weights"], tokens
+        return sum_estimates(*estimated, encoded(query, "offset"), query.scaling, query.softcap)
 
     def _least(self, group: int) -> float:
         """The score of a row with `min_share`: of the mean of the heads' probabilities, or of the highest."""

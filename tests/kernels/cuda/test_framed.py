@@ -175,6 +175,8 @@ def check_sums(group: int, padded: int, n: int, num: int, device: torch.device, 
             wanted = combine_naive.combine_scores(products, offset, steady, name, 0.25, softcap)
             got, sums = rerank_kernel.estimate_and_sum(*given, offset.to(device), 0.25, softcap, **how)
             torch.testing.assert_close(got.cpu(), products, rtol=1e-5, atol=1e-5)
+            count = sums[..., 2].sum(3).long().cpu()
+            assert torch.equal(count, (indices >= 0).sum(2, keepdim=True).expand_as(count))
             rest = offset.to(device), steady.to(device), sums, name, 0.25, softcap
             torch.testing.assert_close(
                 combine_kernel.combine_by_sums(got, *rest, **how).cpu(), wanted, rtol=1e-4, atol=1e-4

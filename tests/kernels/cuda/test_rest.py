@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest_cuda import needs_gpu
 from pariskv_kernels.rest import Known, cuda, naive
-from pariskv_kernels.rest.naive import Rest
 
 
 def check(
@@ -30,22 +29,30 @@ def check(
 
         count = torch.tensor([num, 0, num // 2, num][:batch]).view(-1, 1, 1)
         length = torch.tensor([4 * num, 9, num, num][:batch], dtype=torch.int32)
-        indices = torch.arange(num).where(torch.arange(num) < count, -1).int().expand(batch, heads, num).contiguous()
-        candidates = torch.stack((3 * random(batch, heads, group, 37), 1 + random(batch, heads, group, 37).abs()), -1)
+        parts = [1 / 4, 1 / 8, 5 / 8, *[0.0] * 34]
+        many = (count.view(-1, 1, 1, 1) * torch.tensor(parts)).expand(batch, heads, group, 37)
+        highest, mass = 3 * random(batch, heads, group, 37), 1 + random(batch, heads, group, 37).abs()
+        candidates = torch.stack((highest, mass, many), -1)
         chosen = candidates[:, :, :, :5].clone()
         chosen[:, :, 0] = candidates[:, :, 0].roll(1, dims=2)[..., :5, :]
-        candidates[count.view(-1) == 0] = chosen[count.view(-1) == 0] = torch.tensor([-math.inf, 0.0])
-        candidates[:, 0, -1, 5:] = torch.tensor([-math.inf, 0.0])  # all chosen
+        candidates[count.view(-1) == 0] = chosen[count.view(-1) == 0] = torch.tensor([-math.inf, 0.0, 0.0])
+        candidates[:, 0, -1, 5:] = torch.tensor([-math.inf, 0.0, 0.0])  # all chosen
         query = random(batch, group, heads, dim).to(dtype).transpose(1, 2)
-        known = Known(length, random(batch, heads, group), random(batch, heads, dim), random(batch, heads, dim, dim))
+        known, mean = (
+            Known(length, random(batch, heads, group), random(batch, heads, dim, dim)),
+            random(batch, heads, dim),
+        )
         for one in (known, known._replace(offset=None)):
-            wanted = naive.estimate_rest(query, indices, candidates, chosen, one, 0.2)
+            weighed = naive.weigh_candidates(query, candidates, one, 0.2)
             there = Known(*(None if tensor is None else tensor.to(device) for tensor in one))  # type: ignore[arg-type]
-            given = query.to(device), indices.to(device), candidates.to(device), chosen.to(device), there
-            got = Rest(*(tensor.cpu() for tensor in cuda.estimate_rest(*given, 0.2, **how)))
-            torch.testing.assert_close(got.lse, wanted.lse, rtol=1e-3, atol=1e-3)  # a logarithm of float32 sums
-            torch.testing.assert_close(got.out, wanted.out, rtol=1e-3, atol=1e-3)
-            assert bool(wanted.lse.isfinite().any())
+            got = cuda.weigh_candidates(query.to(device), candidates.to(device), there, 0.2, **how)
+            for name, tensor, wanted in zip(weighed._fields, got, weighed, strict=True):
+                same = torch.testing.assert_close  # logarithms of float32 sums
+                same(tensor.cpu(), wanted, rtol=1e-3, atol=1e-3, msg=lambda why, name=name: f"{name}: {why}")
+            rest = cuda.estimate_rest(got, chosen.to(device), mean.to(device), 64)
+            for tensor, wanted in zip(rest, naive.estimate_rest(weighed, chosen, mean), strict=True):
+                torch.testing.assert_close(tensor.cpu(), wanted, rtol=1e-3, atol=1e-3)
+            assert bool(rest.lse.isfinite().any())
 
 
 @pytest.mark.parametrize(("batch", "group", "dim", "dtype"), [(1, 1, 4, torch.bfloat16), (4, 2, 6, torch.float32)])

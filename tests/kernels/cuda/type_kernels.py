@@ -20,7 +20,7 @@ from numba.core import types
 from numba.cuda import compiler, dispatcher
 from pariskv_kernels.collide.naive import Votes
 from pariskv_kernels.launch import BITS
-from pariskv_kernels.rest import Known
+from pariskv_kernels.rest import Known, Weighed
 from pariskv_kernels.specialise import Template
 from torch import Tensor
 
@@ -70,6 +70,7 @@ def calls() -> list[tuple[Any, ...]]:
         ("rerank.cuda_group", "estimate_scores_by_head", group, codes, weights, indices),
         ("rerank.cuda_group", "estimate_and_sum", group, codes, weights, indices, offset, 0.1, None),
         ("rerank.cuda_group", "estimate_and_sum", group, codes, weights, indices, offset, 0.1, 3.0),
+        ("rest.cuda", "estimate_rest", Weighed(offset, offset, group), torch.zeros(B, H, G, 4, 3), centre),
         ("gather.cuda", "gather_rows", rows, integers(B, H, K), slots),
         ("gather.cuda", "gather_changed", rows, integers(B, H, K), integers(B, H, K), slots, torch.zeros(2).long()),
         ("srht.cuda", "rotate_group_mean", group, D, 42),
@@ -81,17 +82,17 @@ def calls() -> list[tuple[Any, ...]]:
         heads, keys, held = group.to(dtype), halves.to(dtype), rows.to(dtype)
         token = keys[:, :, :1].contiguous()
         chosen, bias = torch.ones(B, H, K, dtype=torch.bool), torch.zeros(B, H, G, K)
-        steady, sums = flags[:, : N - K].contiguous(), torch.zeros(B, H, G, 4, 2)
+        steady, sums = flags[:, : N - K].contiguous(), torch.zeros(B, H, G, 4, 3)
         found += [
             ("encode.cuda", "encode_keys", keys, 8, 42),
             ("frame.cuda", "to_frame", keys, centre, matrix, torch.ones(B, H)),
             ("frame.cuda", "queries_to_frame", heads, centre, matrix, offset),
             ("append.cuda", "append_token", token, token, held, flags, torch.zeros(B).long(), row_flags, 4),
             ("attend.cuda", "attend_rows", heads, held, steady, chosen, None, 0.1),
-            ("attend.cuda", "attend_rows", heads, held, steady, chosen, None, 0.1, None, (group, offset)),
+            ("attend.cuda", "attend_rows", heads, held, steady, chosen, None, 0.1, None, lambda: (group, offset)),
             ("attend.cuda", "attend_rows", heads, held, steady, chosen, bias, 0.1, 30.0),
-            ("rest.cuda", "estimate_rest", heads, indices, sums, sums, Known(lengths, offset, centre, matrix), 0.1),
-            ("rest.cuda", "estimate_rest", heads, indices, sums, sums, Known(lengths, None, centre, matrix), 0.1),
+            ("rest.cuda", "weigh_candidates", heads, sums, Known(lengths, offset, matrix), 0.1),
+            ("rest.cuda", "weigh_candidates", heads, sums, Known(lengths, None, matrix), 0.1),
         ]
     return found
 
