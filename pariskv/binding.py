@@ -79,6 +79,7 @@ class LayerPipeline:
     coarse_codes, rerank_codes  which encoder's codes the stage reads; None: empty codes with only the length
     append         None: the core's own, by torch
     rerank         None: the first top_k of coarse_select, which are all that `candidates` asks for
+    adapts_top_k   the selection may hold fewer than top_k rows
     reads_steady   stages that want the log-sum-exp over sink and ring
     indexes        the strictest of the retrievers used; "none": no stage but attend
     block          the least common multiple of the encoders' blocks
@@ -102,6 +103,7 @@ class LayerPipeline:
     candidates: CandidateRule = field(default_factory=CandidateRule.first_top_k)
     top_k: int = 0
     per_query_head: bool = False
+    adapts_top_k: bool = False
     reads_steady: frozenset[str] = frozenset()
     indexes: Indexes = "none"
     block: int = 1
@@ -205,6 +207,7 @@ class _Binder:
             candidates=plan.candidates,
             top_k=plan.top_k,
             per_query_head=last is not None and last.traits.selects_per_query_head,
+            adapts_top_k=last is not None and last.traits.adapts_top_k,
             reads_steady=frozenset(
                 stage for stage in SELECTING if stage in plan.stages and stage in plan.stages[stage].traits.reads_steady
             ),

@@ -183,22 +183,33 @@ def plan(
     batch: Annotated[int, typer.Option(min=1, help="rows")] = 1,
     device_memory: Annotated[str | None, typer.Option(help="plan for a GPU of that size, such as 80GB")] = None,
     host_memory: Annotated[str | None, typer.Option(help="memory of its host, such as 512GB")] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="of the device's memory, such as 4.8TB/s: says what a step takes at least")
+    ] = None,
+    bus: Annotated[str | None, typer.Option(help="from host to device, such as 50GB/s, for the same")] = None,
+    flops: Annotated[
+        str | None, typer.Option(help="of the device's matrices, such as 989TFLOP/s: says what prompts take at least")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a request would take of the memory, and the largest that fits; loads no weights."""
     from pariskv.plan import Machine, as_table, describe
     from pariskv.plan import plan as make_plan
+    from pariskv.plan_time import Rates, step_time
 
     settings = load_config(config, overrides or [])
     _check_names(settings)
     sizes = {name: _size(name, text) for name, text in (("device", device_memory), ("host", host_memory))}
     tokens = with_option("--context", parse_tokens, context)
+    rates = Rates.parse(bandwidth, bus, flops)
     machine = Machine.of(settings, sizes["device"], sizes["host"])
-    found = make_plan(describe(settings, machine.device), machine, tokens, batch)
+    model = describe(settings, machine.device)
+    found = make_plan(model, machine, tokens, batch)
+    time = None if rates is None else step_time(model, rates, tokens, batch)
     if as_json:
-        print(json.dumps(found.to_dict()))
+        print(json.dumps(found.to_dict() | ({} if time is None else {"time": time.to_dict()})))
     else:
-        wide_console().print(as_table(found, tokens, batch))
+        wide_console().print(as_table(found, tokens, batch, time))
 
 
 def _size(name: str, text: str | None) -> int | None:

@@ -23,6 +23,7 @@ from pariskv.planner import Need, Planner, largest
 from pariskv.resolve import GPU_ATTEND, GPU_STORE
 
 if TYPE_CHECKING:
+    from pariskv.plan_time import StepTime
     from pariskv.registry import Registry
 
 MOST_TOKENS, MOST_ROWS = 1 << 30, 1 << 20
@@ -85,15 +86,20 @@ class Machine:
 class Described:
     """A configuration's model without its weights.
 
-    weights   bytes of the weights
-    context   positions that the model was made for, None where its configuration does not say or it may be exceeded
-    new       tokens of a context that are generated at most
+    weights         bytes of the weights
+    context         positions that the model was made for, None where its configuration does not say or they may be
+                    exceeded
+    new             tokens of a context that are generated at most
+    step_weights    bytes of the weights that a decode step reads
+    prompt_weights  numbers of the matrices that every token of a prompt is multiplied by
     """
 
     planner: Planner
     weights: int
     context: int | None
     new: int
+    step_weights: int
+    prompt_weights: int
 
 
 def for_machine(config: Config, device: torch.device) -> Config:
@@ -253,8 +259,8 @@ def dense(model: Described, context: int, batch: int) -> dict[str, int]:
     return {"kv": kv, "total": model.weights + max(reading, decoding) + 8 * batch * prompt}
 
 
-def as_table(plan: Plan, context: int, batch: int) -> Table:
-    """The plan for people."""
+def as_table(plan: Plan, context: int, batch: int, time: StepTime | None = None) -> Table:
+    """The plan for people, and the last step's time where there is one."""
     title = f"{context:,} tokens in each of {batch:,} rows: {'fits' if plan.fits else 'does not fit'}"
     table = Table(title=title, title_justify="left")
     table.add_column("")
@@ -269,4 +275,9 @@ def as_table(plan: Plan, context: int, batch: int) -> Table:
     table.add_row("the prompt's history while it is read", plan.need.history, "")
     table.add_row(f"largest context at this batch (limit: {plan.limit})", f"{plan.max_context:,}", "")
     table.add_row("largest batch at this context", f"{plan.max_batch:,}", "")
+    if time is not None:
+        if time.prompt_s is not None:
+            table.add_row("reading the prompts takes at least", *[f"{time.prompt_s:.2f} s"] * 2)
+        table.add_row("a step takes at least", f"{time.step_ms:.2f} ms", f"{time.dense.step_ms:.2f} ms")
+        table.add_row("tokens per second at most", f"{time.tokens_per_s:,.1f}", f"{time.dense.tokens_per_s:,.1f}")
     return table

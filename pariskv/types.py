@@ -51,12 +51,15 @@ class CodeField:
                       TOKENS the field needs reduce="sum"
     tokens_per_entry  tokens that share one entry of the token axis (a page, a chunk)
     reduce            None: a block's entries are appended. "sum": a block's field is added
+    read              what a step reads of it: "all", its "candidates"' entries, or a "part" that only it knows;
+                      `pariskv plan --bandwidth` counts by that, nothing else does
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     tokens_per_entry: int = 1
     reduce: Literal["sum"] | None = None
+    read: Literal["all", "candidates", "part"] = "all"
 
     def __post_init__(self) -> None:
         if self.shape.count(TOKENS) != (0 if self.reduce else 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import TypeVar
 
 from pariskv.budget import CandidateRule
@@ -11,7 +12,9 @@ from pariskv.errors import ConfigError
 
 TOKEN_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 BYTE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+RATE_UNITS = {f"{unit}/S": factor for unit, factor in BYTE_UNITS.items() if unit} | {"TB/S": 10**12, "TIB/S": 1 << 40}
+FLOPS_UNITS = {f"{unit}FLOP{per}": 10**power for unit, power in (("G", 9), ("T", 12), ("P", 15)) for per in ("/S", "S")}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z/]*)")
 
 T = TypeVar("T")
 
@@ -24,6 +27,16 @@ def parse_tokens(text: str) -> int:
 def parse_bytes(text: str) -> int:
     """`80GB` (10^9 bytes each), `64GiB` (2^30) or a plain number, from 1 on."""
     return _size(text, BYTE_UNITS, "a size such as 80GB or 512MiB")
+
+
+def parse_rate(text: str) -> int:
+    """Bytes per second: `4.8TB/s` (10^12 bytes each), `50GB/s` or `64GiB/s`, from 1 on."""
+    return _size(text, RATE_UNITS, "bytes per second such as 4.8TB/s or 50GB/s")
+
+
+def parse_flops(text: str) -> int:
+    """Operations per second: `989TFLOP/s` (10^12 each) or `1.5PFLOPS`, from 1 on."""
+    return _size(text, FLOPS_UNITS, "operations per second such as 989TFLOP/s")
 
 
 def parse_count(text: str) -> int:
@@ -79,7 +92,7 @@ def show_tokens(count: int) -> str:
 def _size(text: str, units: dict[str, int], wanted: str) -> int:
     match = SIZE.fullmatch(text.strip())
     factor = units.get(match[2].upper()) if match else None
-    count = float(match[1]) * factor if match and factor else 0.0
-    if count < 1 or count != int(count):
+    count = Fraction(match[1]) * factor if match and factor else Fraction()
+    if count < 1 or count.denominator != 1:
         raise ConfigError(f"got {text!r}, wanted {wanted}")
     return int(count)

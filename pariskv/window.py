@@ -40,6 +40,12 @@ class Window:
             return 0
         return max(0, tokens - self.sink - self.local) // self.update * self.update
 
+    def last_of_zone(self, tokens: int) -> int:
+        """The largest number of tokens with the same zone as `tokens`."""
+        if tokens < self.dense_below:
+            return self.dense_below - 1
+        return self.sink + self.local + self.zone(tokens) + self.update - 1
+
     def ring(self, tokens: int, zone: int) -> int:
         """How many of a row's `tokens` tokens are in the ring."""
         return max(0, tokens - self.sink - zone)

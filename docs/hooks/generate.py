@@ -48,6 +48,7 @@ def parts() -> dict[str, Callable[[], str]]:
     import cli_reference
     import code_tables
     import hook_reference
+    import plan_tables
     import retriever_pages
 
     measured = sorted(file.stem for file in (ROOT / "docs" / "benchmarks").glob("*.json"))
@@ -65,6 +66,10 @@ def parts() -> dict[str, Callable[[], str]]:
         **{f"options {name}": partial(retriever_pages.options, name) for name in retriever_pages.names()},
         **{f"cost {name}": partial(retriever_pages.cost, name) for name in retriever_pages.names()},
         **{f"declared {name}": partial(retriever_pages.declared, name) for name in retriever_pages.names()},
+        "prompt times": plan_tables.prompts,
+        "step times": plan_tables.steps,
+        "paper memory": plan_tables.memory,
+        "paper times": plan_tables.times,
         "changelog": changelog,
         **{f"bench {name}": partial(bench, name) for name in measured},
     }

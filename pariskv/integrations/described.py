@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from pariskv.binding import bind
@@ -46,7 +50,47 @@ def described(
     geometry.device = device
     planner = Planner(config, geometry.expected_info, pipelines, windows, device, lambda: traced(model))
     context = None if config.model.allow_beyond_context else getattr(text, "max_position_embeddings", None)
-    return Described(planner, weight_bytes(model), context, config.generation.max_new_tokens)
+    new = config.generation.max_new_tokens
+    return Described(planner, weight_bytes(model), context, new, step_weights(model), prompt_weights(model))
+
+
+def step_weights(model: PreTrainedModel) -> int:
+    """Bytes of the weights that a decode step reads at least.
+
+    Of an embedding it reads a row for each token, which is not counted, unless the embedding gives the logits, too; of
+    experts it reads those that one token takes; of a model for images and text it reads the decoder.
+    """
+    untyped: Any = model
+    head = untyped.get_output_embeddings()
+    read = {id(weight): Fraction(weight.nbytes) for weight in (head.parameters() if head is not None else ())}
+    read |= {id(weight): weight.nbytes * share for _, weight, share in _decoder_weights(model)}
+    return math.floor(sum(read.values()))
+
+
+def prompt_weights(model: PreTrainedModel) -> int:
+    """Numbers of the matrices that every token of a prompt is multiplied by at least.
+
+    They are the decoder's, of experts those that one token takes; only the last token needs what gives the logits.
+    """
+    matrices = (
+        weight.numel() * share
+        for name, weight, share in _decoder_weights(model)
+        if weight.dim() > 1 and not name.endswith("bias")
+    )
+    return math.floor(sum(matrices))
+
+
+def _decoder_weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter, Fraction]]:
+    """The decoder's weights without embeddings, by name, and the share of each that one token takes."""
+    untyped: Any = model
+    decoder = untyped.get_decoder()
+    looked_up = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
+    text = model.config.get_text_config(decoder=True)
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 1
+    taken = Fraction(getattr(text, "num_experts_per_tok", None) or experts, experts)
+    for name, weight in decoder.named_parameters():
+        if id(weight) not in looked_up:
+            yield name, weight, taken if ".experts." in name else Fraction(1)
 
 
 def dtype_on(device: torch.device, wanted: str, sizes: PreTrainedConfig) -> torch.dtype:

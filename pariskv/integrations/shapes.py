@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from transformers import PreTrainedConfig
 
+    from pariskv.config import Config
     from pariskv.integrations.language_model import LanguageModel
+    from pariskv.plan import Described
 
 DENSE = "pariskv_dense"
 """The baseline's name in transformers' attention interface."""
@@ -64,6 +67,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
     },
+    "qwen3-4b": {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0},
+    },
     "qwen3-8b": {
         "model_type": "qwen3",
         "vocab_size": 151_936,
@@ -89,6 +105,27 @@ class NoTokenizer:
     pad_token_id = eos_token_id = None
 
 
+def shape_config(sizes: dict[str, Any]) -> PreTrainedConfig:
+    """A configuration of these sizes without an end token."""
+    import transformers
+
+    found: PreTrainedConfig = transformers.AutoConfig.for_model(
+        **sizes, bos_token_id=None, eos_token_id=None, max_position_embeddings=POSITIONS
+    )
+    return found
+
+
+def described_shape(sizes: dict[str, Any], config: Config, device: torch.device) -> Described:
+    """What a plan needs of a model of these sizes in bfloat16: no weights, and nothing from the hub."""
+    import torch
+
+    from pariskv.integrations.activations import meta_model
+    from pariskv.integrations.described import described
+    from pariskv.plan import for_machine
+
+    return described(meta_model(shape_config(sizes), torch.bfloat16), for_machine(config, device), device)
+
+
 def random_model(sizes: dict[str, Any], name: str, device: torch.device, dtype: torch.dtype) -> LanguageModel:
     """A model of one of `SHAPES` with random weights, made on the device; it has no end token, so it never ends."""
     import torch
@@ -97,9 +134,7 @@ def random_model(sizes: dict[str, Any], name: str, device: torch.device, dtype: 
     from pariskv.integrations.language_model import LanguageModel
     from pariskv.integrations.models import LoadedModel
 
-    config = transformers.AutoConfig.for_model(
-        **sizes, bos_token_id=None, eos_token_id=None, max_position_embeddings=POSITIONS
-    )
+    config = shape_config(sizes)
     automatic: Any = transformers.AutoModelForCausalLM  # has no types
     torch.manual_seed(0)
     with device:

@@ -69,9 +69,9 @@ class RetroInfer(Retriever):
             layer,
             capacity,
             centroids=CodeField((TOKENS, layer.head_dim), layer.dtype, cluster),
-            means=CodeField((TOKENS, layer.head_dim), layer.dtype, cluster),
+            means=CodeField((TOKENS, layer.head_dim), layer.dtype, cluster, read="part"),
             sizes=CodeField((TOKENS,), torch.int16, cluster),
-            members=CodeField((TOKENS,), torch.int16),
+            members=CodeField((TOKENS,), torch.int16, read="part"),
         )
 
     @hookimpl

@@ -634,7 +634,7 @@ def test_the_shapes_are_those_of_the_published_models(shape: str) -> None:
     heads = 2 * (sizes["num_attention_heads"] + sizes["num_key_value_heads"]) * sizes["head_dim"]
     embeddings = sizes["vocab_size"] * hidden * (1 if sizes.get("tie_word_embeddings") else 2)
     billions = (embeddings + layers * hidden * (heads + 3 * mlp)) / 1e9
-    published = {"llama3-8b": 8.03, "llama3.2-1b": 1.24, "smollm2-135m": 0.1345, "qwen3-8b": 8.19}
+    published = {"llama3-8b": 8.03, "llama3.2-1b": 1.24, "smollm2-135m": 0.1345, "qwen3-8b": 8.19, "qwen3-4b": 4.02}
     assert billions == pytest.approx(published[shape], rel=4e-3)
 
 
@@ -791,7 +791,7 @@ def test_without_a_gpu_a_benchmark_refuses_in_one_line(
         (["decode"], "Missing option '--shape'"),
         (
             ["decode", "--shape", "gpt2"],
-            "--shape: got 'gpt2', wanted one of llama3-8b, llama3.2-1b, smollm2-135m, qwen3-8b",
+            "--shape: got 'gpt2', wanted one of llama3-8b, llama3.2-1b, smollm2-135m, qwen3-4b, qwen3-8b",
         ),
         (["decode", "--shape", "llama3-8b", "--memory-cap", "lots"], "--memory-cap: got 'lots', wanted a size"),
         (["decode", "--shape", "llama3-8b", "--tokens", "100"], "--steps: got 256, wanted fewer than the 100 tokens"),

@@ -9,15 +9,15 @@ import pytest
 from task_data import write_all
 
 from pariskv.evaluation.tasks.answers import is_same_value, last_boxed, last_letter
-from pariskv.evaluation.tasks.catalogue import Choice, make_tasks
+from pariskv.evaluation.tasks.catalogue import SUITES, Choice, make_tasks
 from pariskv.evaluation.tasks.item import Task
 
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> dict[str, Task]:
     write_all(tmp_path)
-    names = ("longbench2", "gpqa_diamond", "math500", "aime25", "niah_multivalue", "niah_single_1", "qa_1")
-    made = make_tasks(Choice(names, (2000,), tmp_path, "own", 0), lambda item: len(item.prompt.split()))
+    ruler = ("niah_multivalue", "niah_single_1", "qa_1")
+    made = make_tasks(Choice((*SUITES[1:], *ruler), (2000,), tmp_path, "own", 0), lambda item: len(item.prompt.split()))
     return {task.name.partition("@")[0]: task for task in made}
 
 
@@ -41,6 +41,21 @@ def test_longbench2_goes_by_the_letter_in_the_form_that_was_asked_for(
     task = tasks["longbench2"]
     assert task.item(0).wanted == ("B",)
     assert task.score(task.item(0), answer) == score
+
+
+def test_longbench2_thinks_where_it_is_asked_to_and_concludes_without_the_text(tasks: dict[str, Task]) -> None:
+    at_once, thinks = tasks["longbench2"].item(0), tasks["longbench2_cot"].item(0)
+    assert at_once.second is None
+    assert at_once.prompt.endswith('"The correct answer is (insert answer here)".')
+    assert thinks.prompt.endswith("\n(D) w3 D\n\nLet’s think step by step:")
+    assert thinks.second is not None
+    asked = thinks.second.item(thinks, "It is (C)? No.")
+    assert "w3 w4?\nChoices:\n(A) w0 A" in asked.prompt
+    assert "think step by step: It is (C)? No.\n\nBased on the above, what is" in asked.prompt
+    assert thinks.context.split("<text>")[1] not in asked.prompt
+    assert "omitted" in asked.prompt
+    assert (asked.second, asked.wanted, asked.groups) == (None, thinks.wanted, thinks.groups)
+    assert tasks["longbench2_cot"].score(asked, "The correct answer is (B).") == 1
 
 
 def test_gpqa_wants_the_letter_at_which_the_right_choice_lies(tasks: dict[str, Task]) -> None:

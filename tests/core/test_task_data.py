@@ -9,7 +9,7 @@ from task_data import write_all
 
 from pariskv.errors import ConfigError
 from pariskv.evaluation.tasks import data
-from pariskv.evaluation.tasks.catalogue import Choice, make_tasks
+from pariskv.evaluation.tasks.catalogue import SUITES, Choice, make_tasks
 from pariskv.evaluation.tasks.data import Published, find
 from pariskv.evaluation.tasks.evaluation import Settings
 from pariskv.evaluation.tasks.gpqa import GPQADiamond
@@ -77,9 +77,11 @@ def test_the_hubs_cache_is_used_and_data_come_first(tmp_path: Path, monkeypatch:
 def test_a_file_with_another_digest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text("[]")
     with pytest.raises(
-        ConfigError, match=r"one\.json: its sha256 is 4f53cda1.*, wanted 0000; .* get it anew from there"
+        ConfigError, match=r"one\.json: its sha256 is 4f53cda1.*, wanted 0000 or 1111; .* get it anew from there"
     ):
-        find(Published("one.json", "there", sha256="0000"), tmp_path)
+        find(Published("one.json", "there", sha256=("0000", "1111")), tmp_path)
+    digest = data.sha256_of(tmp_path / "one.json")
+    assert find(Published("one.json", "there", sha256=("0000", digest)), tmp_path).sha256 == digest
 
 
 @pytest.mark.parametrize(
@@ -99,9 +101,8 @@ def test_a_file_that_is_not_what_it_should_be_is_refused(content: str, message: 
 
 def test_every_task_names_its_source_version_licence_and_prompt(tmp_path: Path) -> None:
     write_all(tmp_path)
-    names = ("ruler", "longbench2", "gpqa_diamond", "math500", "aime25")
-    tasks = make_tasks(Choice(names, (1024, 2048), tmp_path, "own", 0), lambda item: 0)
-    assert len(tasks) == 2 * 13 + 4
+    tasks = make_tasks(Choice(SUITES, (1024, 2048), tmp_path, "own", 0), lambda item: 0)
+    assert len(tasks) == 2 * 13 + 5
     assert len({task.name for task in tasks}) == len(tasks)
     for task in tasks:
         source = task.source

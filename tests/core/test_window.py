@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,3 +48,11 @@ def test_a_window_without_zone_keeps_everything() -> None:
     window = Window(sink=4, local=8, update=8).without_zone()
     assert window.zone(10**9) == 0
     assert window.ring_capacity(100, 500) == 496
+
+
+@pytest.mark.parametrize("window", [Window(4, 10, 8, 40), Window(0, 0, 1), Window(16, 64, 64, 10)])
+def test_a_zone_ends_where_the_next_is_another(window: Window) -> None:
+    for tokens in range(1, 300):
+        last = window.last_of_zone(tokens)
+        assert {window.zone(n) for n in range(tokens, last + 1)} == {window.zone(tokens)}
+        assert window.zone(last + 1) != window.zone(tokens) or last + 1 == window.dense_below

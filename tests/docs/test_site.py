@@ -20,7 +20,7 @@ from pariskv import errors, types
 from pariskv.bench.output import read_json
 from pariskv.binding import LayerPipeline
 from pariskv.cli import app
-from pariskv.config import describe_schema
+from pariskv.config import describe_schema, load_config
 from pariskv.describe import describe_retriever
 from pariskv.hookspecs import PluginSpec, StageSpec
 from pariskv.registry import Registry
@@ -133,6 +133,18 @@ def test_nothing_generated_is_missing(site: Path) -> None:
 
 def test_every_key_of_the_schema_is_on_the_configuration_page(site: Path) -> None:
     assert {row.path for row in describe_schema()} - first_cells(site, "configuration") == set()
+
+
+def test_every_configuration_of_the_paper_has_its_memory_and_its_time(site: Path) -> None:
+    text = built(site, "evaluation").text
+    for file in sorted((ROOT / "configs" / "paper").glob("*.yaml")):
+        batch = load_config(file, []).evaluation.batch
+        memory = re.search(
+            rf" {re.escape(file.stem)} (\d+) x ([\d,]+) [\d,]+ ([\d.]+) GB ([\d.]+) GB ([\d.]+) GB ", text
+        )
+        assert memory is not None
+        assert int(memory[1]) == batch
+        assert re.search(rf" {re.escape(file.stem)} [\d,]+ [\d, to]+ {batch} ([\d.]+ (h|min) ){{3}}", text)
 
 
 def test_every_builtin_retriever_has_a_page_with_every_option(site: Path) -> None:

@@ -59,6 +59,25 @@ class AlwaysLost(Worker):
         os._exit(1)
 
 
+class FirstIsLost(Worker):
+    """The first that starts dies at once."""
+
+    mark = ""
+
+    def __init__(self, config: Config, settings: Settings):
+        try:
+            Path(self.mark).touch(exist_ok=False)
+        except FileExistsError:
+            super().__init__(config, settings)
+        else:
+            os._exit(1)
+
+
+class NeverThere(Worker):
+    def __init__(self, config: Config, settings: Settings):
+        os._exit(1)
+
+
 class Refusing(Worker):
     def answer(self, job: Job) -> Answered:
         raise ConfigError("refused on the worker")
@@ -103,6 +122,20 @@ def test_a_job_that_loses_every_worker_ends_the_run_and_an_error_is_the_workers_
         folder = RunFolder.open(tmp_path / kind.__name__, {"run": run, "shard": "1/1", "arguments": {}})
         with pytest.raises(ConfigError, match=message):
             workers.run(jobs, folder, Shard())
+
+
+def test_a_worker_that_is_lost_at_the_start_is_not_waited_for(
+    ray: Any, config: Config, settings: Settings, tmp_path: Path
+) -> None:
+    workers = Cluster(ray, config, settings, 2, kind_of(FirstIsLost, mark=str(tmp_path / "lost")))
+    run, jobs = workers.describe()
+    folder = RunFolder.open(tmp_path / "run", {"run": run, "shard": "1/1", "arguments": {}})
+    workers.run(jobs[:3], folder, Shard())
+    assert len(folder.records) == 3
+    with pytest.raises(
+        ConfigError, match=r"all 1 workers were lost before they had loaded their model .The actor died"
+    ):
+        Cluster(ray, config, settings, 1, kind_of(NeverThere)).describe()
 
 
 def test_an_address_where_nothing_answers_is_refused() -> None:

@@ -14,7 +14,7 @@ from task_data import write_all
 from pariskv.cli import main
 from pariskv.config import Config, parse_config
 from pariskv.errors import ConfigError
-from pariskv.evaluation.tasks.answering import answer, encode
+from pariskv.evaluation.tasks.answering import Answer, Prompt, answer, encode
 from pariskv.evaluation.tasks.evaluation import Evaluation, Job, Record, Settings
 from pariskv.evaluation.tasks.folder import RunFolder, Shard, description, read_answers
 from pariskv.evaluation.tasks.item import Item
@@ -180,6 +180,29 @@ def test_a_prompt_too_long_for_the_model_is_counted_and_not_asked(config: Config
     assert {one.too_long for one in records if one.task == "math500"} == {False}
 
 
+def test_the_answer_to_a_second_request_counts_and_thoughts_are_kept(
+    config: Config, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[list[int], int]] = []
+
+    def answers(
+        model: LanguageModel, config: Config, prompts: list[Prompt], new_tokens: int, is_sparse: bool
+    ) -> list[Answer]:
+        asked.append(([len(prompt.tokens) for prompt in prompts], new_tokens))
+        if len(asked) == 1:
+            return [Answer(f"The correct answer is (B), w{index}.", 7, index == 1) for index in range(len(prompts))]
+        return [Answer(f"The correct answer is ({letter}).", 3, True) for letter in "CB"]
+
+    monkeypatch.setattr("pariskv.evaluation.tasks.evaluation.answer", answers)
+    evaluation = Evaluation(LanguageModel.load(config), config, replace(settings, tasks=("longbench2_cot",)))
+    records = evaluation.answer(evaluation.jobs()[0]).records
+    assert [record.score for record in records] == [0, 1]  # of the second answers alone
+    assert [record.thoughts for record in records] == [f"The correct answer is (B), w{index}." for index in (0, 1)]
+    assert [(record.new_tokens, record.ended) for record in records] == [(10, False), (10, True)]
+    assert [new for _, new in asked] == [5, 128]
+    assert Record(**json.loads(json.dumps(records[0].to_dict()))) == records[0]
+
+
 def test_the_question_is_decoded_under_the_sparse_protocol(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     model = LanguageModel.load(config)
     item = Item("0", "w1 w2 w3 w4 " * 10, "w5 w6 w7", ("w8",), " w9")
@@ -252,7 +275,7 @@ def test_the_configuration_is_the_whole_command_and_the_folder_holds_everything(
     assert command(capsys, "tasks", str(file), "--data", str(data), "--out", str(out), "--json")[0] == 0
     assert (out / "answers.jsonl").read_text() == again  # nothing is asked twice
     page = " ".join(read_page((out / "report.html").read_text()).texts)
-    assert all(text in page for text in ("MATH500", "By longbench2: difficulty", "CC BY", "--data") if text != "CC BY")
+    assert all(text in page for text in ("MATH500", "By longbench2: difficulty", "--data"))
 
 
 def test_the_page_shows_lengths_positions_and_disagreements(
@@ -287,7 +310,8 @@ def test_the_page_shows_lengths_positions_and_disagreements(
         (["--tasks", "hellaswag"], "nothing is decoded and no retriever runs"),
         (["--retrievers", "dense,pariskw"], "did you mean 'pariskv"),
         (["--shards", "3/2"], "--shards: got '3/2', wanted I/N"),
-        (["--samples", "4"], "generation.temperature=0 gives the same answer each time"),
+        (["--samples", "4"], "ruler: 4 answers to each item, but generation.temperature=0 gives the same answer each"),
+        (["--tasks", "ruler,aime25"], "aime25: 8 answers to each item, but generation.temperature=0 gives the same"),
         (["--haystack", "hay"], "--haystack: got 'hay', wanted one of auto, own, published"),
         (["--data", "no-such-folder"], "there is no such folder"),
         (["--workers", "2"], "--workers: is for --ray"),
@@ -302,6 +326,32 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(
     code, _, error = command(capsys, "tasks", str(path), *arguments)
     assert code == 2
     assert message in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "address"),
+    [
+        (["--ray"], "auto"),
+        (["--ray", "--limit", "2"], "auto"),
+        (["--ray", "generation.seed=1"], "auto"),
+        (["--ray", "auto"], "auto"),
+        (["--ray", "local", "--limit", "2"], "local"),
+        (["--ray=ray://head:10001"], "ray://head:10001"),
+        (["--ray", "10.0.0.1:6379", "generation.seed=1"], "10.0.0.1:6379"),
+    ],
+)
+def test_ray_alone_is_the_cluster_that_ray_finds(
+    arguments: list[str], address: str, file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def connected(address: str) -> Any:
+        asked.append(address)
+        raise ConfigError("no cluster here")
+
+    monkeypatch.setattr("pariskv.evaluation.tasks.cluster.connected", connected)
+    assert command(capsys, "tasks", str(file), *arguments)[::2] == (2, "error: no cluster here\n")
+    assert asked == [address]
 
 
 NEEDLE = """

@@ -10,14 +10,14 @@ from pariskv.errors import ConfigError
 from pariskv.evaluation.tasks.gpqa import GPQADiamond
 from pariskv.evaluation.tasks.item import Task
 from pariskv.evaluation.tasks.longbench2 import LongBench2
-from pariskv.evaluation.tasks.maths import aime25, math500
+from pariskv.evaluation.tasks.maths import AIME25_SAMPLES, aime25, math500
 from pariskv.evaluation.tasks.ruler import NAMES as RULER
 from pariskv.evaluation.tasks.ruler import ruler_task
 from pariskv.evaluation.tasks.ruler.base import CountTokens
 from pariskv.evaluation.tasks.ruler.published import Haystack, Material
 from pariskv.structured import did_you_mean
 
-SUITES = ("ruler", "longbench2", "gpqa_diamond", "math500", "aime25")
+SUITES = ("ruler", "longbench2", "longbench2_cot", "gpqa_diamond", "math500", "aime25")
 NAMES = (*SUITES, *RULER)
 """`ruler` is all of its thirteen tasks; each can be named by itself."""
 
@@ -56,6 +56,11 @@ def check_tasks(names: Sequence[str]) -> None:
             )
 
 
+def samples_of(name: str) -> int:
+    """Answers to each item of a task, where nobody asks for another number."""
+    return AIME25_SAMPLES if name == "aime25" else 1
+
+
 def make_tasks(choice: Choice, count_tokens: CountTokens) -> list[Task]:
     """The tasks, RULER's at every length; ConfigError where one is unknown or its data are missing."""
     check_tasks(choice.names)
@@ -67,8 +72,8 @@ def make_tasks(choice: Choice, count_tokens: CountTokens) -> list[Task]:
 
 
 def _make(name: str, choice: Choice, count_tokens: CountTokens) -> Sequence[Task]:
-    if name == "longbench2":
-        return [LongBench2(choice.data)]
+    if name in ("longbench2", "longbench2_cot"):
+        return [LongBench2(choice.data, thinks=name == "longbench2_cot")]
     if name == "gpqa_diamond":
         return [GPQADiamond(choice.data, choice.seed)]
     if name == "math500":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from pariskv.config import DEFAULT, Config, load_config
 from pariskv.errors import ConfigError
@@ -20,17 +21,42 @@ if TYPE_CHECKING:
 
 __all__ = ["eval_app"]
 
+AUTO = "auto"
+"""The address of the cluster that Ray finds by itself."""
+
 RUNS = Path("runs")
 """Where the folders of runs are, unless `--out` says otherwise."""
 
 
-@eval_app.command()
+class OptionalAddress(TyperCommand):
+    """A command whose `--ray` needs no value; Typer has no such options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As Click parses them, `--ray` alone as `--ray auto`."""
+        found: list[str] = super().parse_args(ctx, with_address(args))
+        return found
+
+
+def with_address(arguments: Sequence[str]) -> list[str]:
+    """The arguments, with an address after a `--ray` that has none: at the end, before an option or a key=value."""
+    found = []
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        found.append(argument)
+        if argument == "--ray" and (following.startswith("-") or "=" in following):
+            found.append(AUTO)
+    return found
+
+
+@eval_app.command(cls=OptionalAddress)
 def tasks(
     context: typer.Context,
     config: ConfigPath,
     overrides: Overrides = None,
     tasks: Annotated[
-        str | None, typer.Option(help="ruler, one of its tasks, longbench2, gpqa_diamond, math500, aime25; with commas")
+        str | None,
+        typer.Option(
+            help="ruler, one of its tasks, longbench2, longbench2_cot, gpqa_diamond, math500, aime25; with commas"
+        ),
     ] = None,
     retrievers: Annotated[str | None, typer.Option(help="who answers, with commas; config: the file as it is")] = None,
     lengths: Annotated[str | None, typer.Option(help="RULER: tokens of prompt and answer, with commas")] = None,
@@ -45,7 +71,12 @@ def tasks(
     ] = "dense",
     shards: Annotated[str, typer.Option(help="I/N: the I-th of N parts of the run")] = "1/1",
     ray: Annotated[
-        str | None, typer.Option(help="run on a Ray cluster: auto, its address, or local (start one here)")
+        str | None,
+        typer.Option(
+            metavar="[ADDRESS]",
+            help="run on a Ray cluster: the one that Ray finds (--ray alone, or auto), one by its address, or local: "
+            "one that is started here",
+        ),
     ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="with --ray: models; one for each GPU without")] = None,
     out: Annotated[Path | None, typer.Option(help="folder of the run; runs/CONFIG without")] = None,
@@ -109,11 +140,15 @@ def merge(
 
 def refuse_same_answers(config: Config, settings: Settings) -> None:
     """Raise ConfigError where every answer to an item would be the same: several samples, nothing sampled."""
-    if settings.samples is not None and settings.samples > 1 and config.generation.temperature == 0:
-        raise ConfigError(
-            f"--samples {settings.samples}: generation.temperature=0 gives the same answer each time; set it, such as "
-            f"generation.temperature=0.6"
-        )
+    from pariskv.evaluation.tasks.catalogue import samples_of
+
+    for task in settings.tasks:
+        samples = settings.samples or samples_of(task)
+        if samples > 1 and config.generation.temperature == 0:
+            raise ConfigError(
+                f"{task}: {samples} answers to each item, but generation.temperature=0 gives the same answer each "
+                f"time; set it, such as generation.temperature=0.6, or give --samples 1"
+            )
 
 
 def finish(folder: RunFolder, as_json: bool, report: Path | None) -> None:

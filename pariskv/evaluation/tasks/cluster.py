@@ -63,11 +63,23 @@ class Cluster:
         return self.actor.remote(*self.arguments)
 
     def describe(self) -> tuple[dict[str, Any], list[Job]]:
-        """What the run is, and its jobs, from whichever worker is ready first."""
-        asked = [worker.describe.remote() for worker in self.workers]
-        (first, *_), _ = self.ray.wait(asked)
-        found: tuple[dict[str, Any], list[Job]] = self._get(first)
-        return found
+        """What the run is, and its jobs, from whichever worker is ready first.
+
+        Raises ConfigError where every worker is lost before it has loaded its model.
+        """
+        waiting = [worker.describe.remote() for worker in self.workers]
+        while True:
+            (first, *_), waiting = self.ray.wait(waiting)
+            try:
+                found: tuple[dict[str, Any], list[Job]] = self._get(first)
+            except self.ray.exceptions.RayActorError as error:
+                if not waiting:
+                    raise ConfigError(
+                        f"--ray: all {self.size} workers were lost before they had loaded their model "
+                        f"({str(error).splitlines()[0]}); look at their memory, or give --workers"
+                    ) from error
+            else:
+                return found
 
     def run(
         self,

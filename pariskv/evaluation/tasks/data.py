@@ -22,14 +22,14 @@ class Published:
     path     where it lies under `--data`
     where    where people get it, in words
     hub      the data set of the hub, and the file in it; None where the hub has none that can be read as it is
-    sha256   of the one file that it can be, None where its source is not fixed
+    sha256   of the files that it can be, none where its source is not fixed
     is_gated the hub wants its terms accepted before
     """
 
     path: str
     where: str
     hub: tuple[str, str] | None = None
-    sha256: str | None = None
+    sha256: tuple[str, ...] = ()
     is_gated: bool = False
 
 
@@ -67,10 +67,10 @@ def find(published: Published, folder: Path | None, download: bool = True) -> Fo
     if path is None or not path.is_file():
         path = _from_hub(published, download)
     digest = sha256_of(path)
-    if published.sha256 not in (None, digest):
+    if published.sha256 and digest not in published.sha256:
         raise ConfigError(
-            f"{path}: its sha256 is {digest}, wanted {published.sha256}; it is damaged or another version: get it anew "
-            f"from {published.where}"
+            f"{path}: its sha256 is {digest}, wanted {' or '.join(published.sha256)}; it is damaged or another "
+            f"version: get it anew from {published.where}"
         )
     return Found(path, digest)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pariskv.compare import PROTOCOLS, check_names, config_for
 from pariskv.config import DEFAULT, Config
 from pariskv.errors import ConfigError
-from pariskv.evaluation.tasks.answering import Prompt, answer, count_tokens, encode
+from pariskv.evaluation.tasks.answering import Answer, Prompt, answer, count_tokens, encode
 from pariskv.evaluation.tasks.catalogue import Choice, check_tasks, make_tasks
 from pariskv.evaluation.tasks.item import Item, Task
 from pariskv.evaluation.tasks.ruler.published import Haystack
@@ -95,6 +95,7 @@ class Record:
     index      of the item in its task;   sample  which of its answers
     score      None where the prompt was too long for the model, and nothing was asked
     wanted     the right answers or their parts
+    thoughts   the answer to the first of two requests, where the item has a second one, whose answer counts
     seconds    of the batch that it was answered in
     """
 
@@ -113,6 +114,7 @@ class Record:
     position: float | None = None
     groups: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    thoughts: str = ""
 
     @property
     def key(self) -> Key:
@@ -207,19 +209,13 @@ class Evaluation:
     def _answer(
         self, task: Task, asked: Sequence[tuple[int, int, Item]], prompts: Sequence[Prompt], name: str
     ) -> list[Record]:
-        new = self.new_tokens(task)
-        fitting = [number for number, prompt in enumerate(prompts) if not self._is_too_long(prompt, new)]
         started = time.perf_counter()
-        answers = {}
-        if fitting:
-            given = [prompts[number] for number in fitting]
-            is_sparse = self.settings.question == "sparse"
-            found = answer(self.model, self.configs[name], given, new, is_sparse)
-            answers = dict(zip(fitting, found, strict=True))
+        first = self._decode(name, prompts, self.new_tokens(task))
+        answers = self._conclude(name, [item for _, _, item in asked], prompts, first)
         seconds = time.perf_counter() - started
         records = []
         for number, (index, sample, item) in enumerate(asked):
-            one = answers.get(number)
+            one, thoughts = answers[number], first[number] if item.second else None
             record = Record(
                 task.name,
                 item.id,
@@ -236,9 +232,45 @@ class Evaluation:
                 item.position,
                 dict(item.groups),
                 seconds,
+                thoughts.text if thoughts else "",
             )
             records.append(record)
         return records
+
+    def _decode(self, name: str, prompts: Sequence[Prompt], new_tokens: int) -> list[Answer | None]:
+        """The answers to a batch, None where a prompt is too long for the model."""
+        fitting = [number for number, prompt in enumerate(prompts) if not self._is_too_long(prompt, new_tokens)]
+        found: list[Answer | None] = [None] * len(prompts)
+        if fitting:
+            given = [prompts[number] for number in fitting]
+            is_sparse = self.settings.question == "sparse"
+            answers = answer(self.model, self.configs[name], given, new_tokens, is_sparse)
+            for number, one in zip(fitting, answers, strict=True):
+                found[number] = one
+        return found
+
+    def _conclude(
+        self, name: str, items: Sequence[Item], prompts: Sequence[Prompt], first: Sequence[Answer | None]
+    ) -> list[Answer | None]:
+        """The answers to the second requests of a batch; the first ones where an item has no second."""
+        chat, found = self.config.generation.chat, list(first)
+        waiting = [
+            (number, item.second, one)
+            for number, (item, one) in enumerate(zip(items, first, strict=True))
+            if item.second and one
+        ]
+        if not waiting:
+            return found
+        asked = [
+            encode(self.model, second.item(items[number], one.text.strip()), chat, prompts[number].seed)
+            for number, second, one in waiting
+        ]
+        answers = self._decode(name, asked, max(second.max_new_tokens for _, second, _ in waiting))
+        for (number, _, thoughts), one in zip(waiting, answers, strict=True):
+            found[number] = one and replace(
+                one, tokens=thoughts.tokens + one.tokens, ended=thoughts.ended and one.ended
+            )
+        return found
 
     def _is_too_long(self, prompt: Prompt, new_tokens: int) -> bool:
         return is_beyond_context(self.config, self.model.context_length, len(prompt.tokens), new_tokens)

@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Second:
+    """A second request, for the answer itself: the answer to the first are thoughts, and stands in its prompt.
+
+    before, after  the prompt around the thoughts
+    """
+
+    before: str
+    after: str
+    max_new_tokens: int
+
+    def item(self, first: Item, thoughts: str) -> Item:
+        """What is asked after the thoughts."""
+        return replace(first, context=self.before + thoughts, question=self.after, answer_prefix="", second=None)
 
 
 @dataclass(frozen=True)
@@ -18,6 +34,7 @@ class Item:
     answer_prefix  how the answer begins: text after the chat template's last turn was opened
     position       where in the context the answer lies, from 0 to 1; None where no place can be said
     groups         classes that scores are reported by, such as {"difficulty": "hard"}
+    second         what is asked next, where the first answer is not yet what counts
     """
 
     id: str
@@ -27,6 +44,7 @@ class Item:
     answer_prefix: str = ""
     position: float | None = None
     groups: Mapping[str, str] = field(default_factory=dict)
+    second: Second | None = None
 
     @property
     def prompt(self) -> str:

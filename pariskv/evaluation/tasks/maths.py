@@ -18,6 +18,7 @@ MATH500_DATA = Published(
 AIME25_DATA = Published(
     "aime25/test.jsonl", "huggingface.co/datasets/math-ai/aime25 (test.jsonl)", ("math-ai/aime25", "test.jsonl")
 )
+AIME25_SAMPLES = 8
 QUESTION = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -52,8 +53,10 @@ def math500(folder: Path | None) -> BoxedProblems:
 
 def aime25(folder: Path | None) -> BoxedProblems:
     """The 30 problems of AIME I and II of 2025, eight answers each, for pass@8."""
-    licence = "none given (the problems are the MAA's)"
-    return _problems("aime25", "AIME25", "AIME I and II, 2025", licence, AIME25_DATA, folder, 8, (8,))
+    licence = "Apache-2.0 by its card (the problems are the MAA's)"
+    return _problems(
+        "aime25", "AIME25", "AIME I and II, 2025", licence, AIME25_DATA, folder, AIME25_SAMPLES, (AIME25_SAMPLES,)
+    )
 
 
 def _problems(

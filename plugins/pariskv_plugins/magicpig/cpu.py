@@ -30,13 +30,13 @@ def allocate(layer: LayerInfo, capacity: int, options: Options) -> Codes:
     order         [B, H, M, L, S]         with segments: places in the segment, bucket after bucket
     starts        [B, H, M, L, 2^K + 1]   and where each bucket begins
     """
-    rows = CodeField((TOKENS, layer.head_dim), host_dtype(layer.dtype))
-    spec = {"keys": rows, "values": rows, "norms": CodeField((TOKENS,), torch.float32)}
+    rows = CodeField((TOKENS, layer.head_dim), host_dtype(layer.dtype), read="part")
+    spec = {"keys": rows, "values": rows, "norms": CodeField((TOKENS,), torch.float32, read="part")}
     tables, segment = options.tables, options.segment
     if segment:
         buckets = (1 << options.bits) + 1
-        spec["order"] = CodeField((TOKENS, tables, segment), torch.int16, tokens_per_entry=segment)
-        spec["starts"] = CodeField((TOKENS, tables, buckets), torch.int16, tokens_per_entry=segment)
+        spec["order"] = CodeField((TOKENS, tables, segment), torch.int16, tokens_per_entry=segment, read="part")
+        spec["starts"] = CodeField((TOKENS, tables, buckets), torch.int16, tokens_per_entry=segment, read="part")
     else:
         spec["hashes"] = CodeField((tables, TOKENS), torch.int16)
     return SampledCodes.empty(replace(layer, device=HOST), capacity, **spec)

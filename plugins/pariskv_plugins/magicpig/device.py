@@ -22,8 +22,8 @@ def allocate(layer: LayerInfo, capacity: int, options: Options) -> Codes:
         layer,
         capacity,
         hashes=CodeField((options.tables, TOKENS), torch.int16),
-        keys=CodeField((TOKENS, layer.head_dim), layer.dtype),
-        norms=CodeField((TOKENS,), torch.float32),
+        keys=CodeField((TOKENS, layer.head_dim), layer.dtype, read="part"),
+        norms=CodeField((TOKENS,), torch.float32, read="part"),
     )
 
 

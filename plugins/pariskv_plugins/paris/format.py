@@ -30,8 +30,8 @@ def fields(name: str, head_dim: int, subspace_dim: int) -> dict[str, CodeField]:
     subspaces = padded // subspace_dim
     return {
         "signs": CodeField((subspaces, TOKENS), torch.uint8),
-        "codes": CodeField((TOKENS, padded // 2), torch.uint8),
-        "weights": CodeField((TOKENS, subspaces), torch.float16),
+        "codes": CodeField((TOKENS, padded // 2), torch.uint8, read="candidates"),
+        "weights": CodeField((TOKENS, subspaces), torch.float16, read="candidates"),
         "counts": CodeField((subspaces, 1 << subspace_dim), torch.int32, reduce="sum"),
     }
 

@@ -17,6 +17,14 @@ NAMES = (*KINDS, "vt", "cwe", "fwe", "qa_1", "qa_2")
 """The thirteen."""
 
 
+def max_new_tokens(name: str) -> int:
+    """Tokens of an answer of one of the thirteen at most."""
+    if name in KINDS:
+        return NeedleTask.max_new_tokens
+    others = {"vt": VariableTracking, "cwe": CommonWords, "fwe": FrequentWords}
+    return others[name].max_new_tokens if name in others else Questions.max_new_tokens
+
+
 def ruler_task(name: str, length: int, count_tokens: CountTokens, material: Material, seed: int = 0) -> RulerTask:
     """One of the thirteen at one length."""
     if name in KINDS:
