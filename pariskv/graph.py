@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pariskv.beside import rejoin
 from pariskv.config import RuntimeConfig
 from pariskv.errors import ConfigError
 from pariskv.sampling import Sampler
@@ -94,9 +95,15 @@ class CapturedSteps:
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         """Record a step; the host's part of it has happened then, the device's has not."""
-        self._graph = graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            self._run()
+            try:
+                self._run()
+            except BaseException:
+                # CUDA refuses a capture whose branches have not met, and torch would not get out of it.
+                rejoin(self.positions.device)
+                raise
+        self._graph = graph
         self.captures += 1
         return graph
 
