@@ -71,3 +71,13 @@ class PartialBeside(Partial):
 @lru_cache
 def _stream_beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
     return torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
+
+
+def rejoin(device: torch.device) -> None:
+    """Have a capture wait for what was begun beside it: an error came before anybody asked for the `result`."""
+    current = torch.cuda.current_stream(device)
+    beside = _stream_beside(current)
+    with torch.cuda.stream(beside):
+        is_captured = torch.cuda.is_current_stream_capturing()
+    if is_captured:
+        current.wait_stream(beside)

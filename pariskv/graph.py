@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pariskv.beside import rejoin
 from pariskv.config import RuntimeConfig
 from pariskv.errors import ConfigError
 from pariskv.sampling import Sampler
@@ -93,10 +94,16 @@ class CapturedSteps:
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         """Record a step; the host's part of it has happened then, the device's has not."""
-        self._graph = graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph()
         # In memory of its own: into that of a graph that is gone torch captures nothing while a tensor there is alive.
         with torch.cuda.graph(graph):
-            self._run()
+            try:
+                self._run()
+            except BaseException:
+                # CUDA refuses a capture whose branches have not met, and torch would not get out of it.
+                rejoin(self.positions.device)
+                raise
+        self._graph = graph
         self.captures += 1
         return graph
 

@@ -10,26 +10,21 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fakes import fail_at
+from faults import HOOKS, noted_stores, raise_beyond
 from prefix_cases import config_of
 from tiny_models import language_model, prompt, tiny_model
 
 from pariskv import Session
-from pariskv.binding import LayerPipeline, bind
 from pariskv.cli import main
 from pariskv.config import GenerationConfig
 from pariskv.errors import CapacityError, ConfigError
-from pariskv.integrations import transformers
 from pariskv.integrations.language_model import LanguageModel
-from pariskv.layer import LayerState
 from pariskv.sampling import NOT_FINITE, Sampler
 from pariskv.serving.batching import Answer, Ask, Batching
 from pariskv.serving.journal import Journal
@@ -37,9 +32,6 @@ from pariskv.zone import Zone
 
 ROOT = Path(__file__).parents[2]
 SMALL = "window: {sink: 4, local: 8, update_interval: 8, dense_below: 0}\nlayers: {default: {top_k: 16}}\n"
-
-
-HOOKS = ["encode", "coarse_select", "rerank", "fetch", "update"]
 
 
 # A batch
@@ -101,55 +93,6 @@ def test_a_hook_that_raises_at_step_1000_ends_its_request_and_leaks_nothing(
     gc.collect()
     assert len(stores) == 6, "the batch's, one for each prompt that was read, one for each that was answered alone"
     assert not [one for one in stores if one() is not None]
-
-
-def raise_beyond(monkeypatch: pytest.MonkeyPatch, stage: str, layer: int, tokens: int) -> None:
-    """Have a layer's hook raise whenever a row with more than so many tokens is decoded."""
-    longest, count_step, begin_prompt = 0, LayerState.count_step, LayerState._begin_prompt
-
-    def noting(self: LayerState) -> None:
-        nonlocal longest
-        longest = max(n for n, is_active in zip(self.lengths, self.active_rows, strict=True) if is_active)
-        count_step(self)
-
-    def begins(self: LayerState, chunk: int) -> None:
-        nonlocal longest
-        longest = 0
-        begin_prompt(self, chunk)
-
-    def raising(hook: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            if longest > tokens:
-                raise RuntimeError("the retriever gave up")
-            return hook(*arguments)
-
-        return call
-
-    def binding(*arguments: Any) -> dict[int, LayerPipeline]:
-        pipelines = bind(*arguments)
-        one = pipelines[layer]
-        encoders = tuple(replace(encoder, encode=raising(encoder.encode)) for encoder in one.encoders)
-        changed: Any = {"encoders": encoders} if stage == "encode" else {stage: raising(getattr(one, stage))}
-        return {**pipelines, layer: replace(one, **changed)}
-
-    monkeypatch.setattr(LayerState, "count_step", noting)
-    monkeypatch.setattr(LayerState, "_begin_prompt", begins)
-    monkeypatch.setattr(transformers, "bind", binding)
-
-
-def noted_stores(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
-    """Every store that is made from now on."""
-    stores: list[weakref.ref[Any]] = []
-    reserve = Zone.reserve
-
-    def noting(self: Zone, tokens: int, planned: int = 0) -> None:
-        is_new = self.store is None
-        reserve(self, tokens, planned)
-        if is_new:
-            stores.append(weakref.ref(self.store))
-
-    monkeypatch.setattr(Zone, "reserve", noting)
-    return stores
 
 
 def test_a_request_that_finds_no_memory_beside_the_others_is_answered_after_them(
