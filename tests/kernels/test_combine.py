@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pariskv_kernels import cpu
 from pariskv_kernels.combine import COMBINE, combine_estimates, combine_scores, sum_estimates
 from pariskv_kernels.encode import encode_keys
 from pariskv_kernels.rerank import estimate_scores, estimate_scores_by_head
@@ -74,8 +75,12 @@ def test_estimates_by_head_are_those_of_each_head(dim: int, m: int) -> None:
         torch.testing.assert_close(got[:, :, g], one, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_estimates_are_summed_by_head_beside_their_ranking(softcap: float | None) -> None:
+def test_estimates_are_summed_by_head_beside_their_ranking(
+    softcap: float | None, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "has_numba", lambda: compiled)
     generator = torch.Generator().manual_seed(1)
     encoded = encode_keys(torch.randn(2, 3, 90, 64, generator=generator), 8)
     rotated = torch.randn(2, 3, 4, 64, generator=generator)

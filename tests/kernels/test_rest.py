@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from pariskv_kernels import cpu
 from pariskv_kernels.rest import LEAST, Known, Rest, estimate_rest, weigh_candidates
 from torch import Tensor
 
@@ -34,6 +35,11 @@ def zone(offset: Tensor | None = None, length: int = N) -> Known:
 
 
 MEAN = random(B, H, D, seed=1)
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["defined", "compiled"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "has_numba", lambda: request.param)
 
 
 def rest_of(heads: Tensor, candidates: Tensor, chosen: Tensor, known: Known, mean: Tensor = MEAN) -> Rest:

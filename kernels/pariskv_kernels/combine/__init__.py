@@ -73,7 +73,7 @@ def combine_estimates(
         return combine_by_sums(products, offset, steady, sums, how, scaling, softcap), sums
     products = estimate_scores_by_head(rotated, codes, weights, indices)
     scores = combine_scores(products, offset, steady, how, scaling, softcap)
-    return scores, naive.sum_products(products, offset, scaling, softcap) if with_sums else None
+    return scores, _sum_products(products, offset, scaling, softcap) if with_sums else None
 
 
 def sum_estimates(
@@ -96,6 +96,14 @@ def sum_estimates(
 
         return estimate_and_sum(rotated, codes, weights, indices, offset, scaling, softcap)[1]
     products = estimate_scores_by_head(rotated, codes, weights, indices)
+    return _sum_products(products, offset, scaling, softcap)
+
+
+def _sum_products(products: Tensor, offset: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    if is_compiled_for(products, offset):
+        from pariskv_kernels.combine import cpu
+
+        return cpu.sum_products(products, offset, scaling, softcap)
     return naive.sum_products(products, offset, scaling, softcap)
 
 

@@ -59,3 +59,32 @@ def _combine(products, offset, steady, how, scaling, softcap, combined):  # type
                         total += np.exp(scores[g, c] - best)
                     best += np.log(total)
                 combined[b, h, c] = best
+
+
+def sum_products(products: Tensor, offset: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    sums = torch.empty(*products.shape[:3], 1, 3, dtype=torch.float32)
+    numbers = np.float32(scaling), np.float32(softcap or 0)
+    _sum(products.numpy(), offset.contiguous().numpy(), *numbers, sums.numpy())
+    return sums
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _sum(products, offset, scaling, softcap, sums):  # type: ignore[no-untyped-def]
+    batch, heads, group, num = products.shape
+    scores = np.empty(num, np.float32)
+    for b in range(batch):
+        for h in range(heads):
+            for g in range(group):
+                highest, count = np.float32(-np.inf), 0
+                for c in range(num):
+                    score = (products[b, h, g, c] + offset[b, h, g]) * scaling
+                    if softcap > 0 and score > -np.inf:
+                        score = softcap * np.tanh(score / softcap)
+                    scores[c] = score
+                    highest = max(highest, score)
+                    count += score > -np.inf
+                total = np.float32(0)
+                if count:
+                    for c in range(num):
+                        total += np.exp(scores[c] - highest)
+                sums[b, h, g, 0, 0], sums[b, h, g, 0, 1], sums[b, h, g, 0, 2] = highest, total, count

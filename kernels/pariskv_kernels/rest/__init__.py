@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pariskv_kernels.checks import check_dtype, check_float, check_shape
+from pariskv_kernels.cpu import is_compiled_for
 from pariskv_kernels.launch import is_on_gpu
 from pariskv_kernels.rest import naive
 from pariskv_kernels.rest.naive import LEAST, Known, Rest, Weighed
@@ -46,6 +47,10 @@ def weigh_candidates(heads: Tensor, candidates: Tensor, known: Known, scaling: f
     _check("known.slopes", known.slopes, batch, num_heads, dim, dim)
     if known.offset is not None:
         _check("known.offset", known.offset, batch, num_heads, group)
+    if is_compiled_for(heads, candidates, known.slopes):
+        from pariskv_kernels.rest import cpu
+
+        return cpu.weigh_candidates(heads, candidates, known, scaling)
     if heads.element_size() < 8 and dim <= WIDEST and is_on_gpu(heads, candidates, known.slopes):
         from pariskv_kernels.rest import cuda
 
@@ -73,6 +78,10 @@ def estimate_rest(weighed: Weighed, chosen: Tensor, mean: Tensor) -> Rest:
         _check(f"weighed.{name}", getattr(weighed, name), batch, num_heads, group)
     _check("chosen", chosen, batch, num_heads, group, None, 3)
     _check("mean", mean, batch, num_heads, dim)
+    if is_compiled_for(*weighed, chosen, mean):
+        from pariskv_kernels.rest import cpu
+
+        return cpu.estimate_rest(weighed, chosen, mean)
     if is_on_gpu(*weighed, chosen, mean):
         from pariskv_kernels.rest import cuda
 
