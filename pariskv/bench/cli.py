@@ -43,7 +43,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[KEY=VALUE]...",
-        help="of the configuration, such as layers.default.retriever=pariskv-paper, retrievers.pariskv.rest=gaussian",
+        help="of the configuration, such as layers.default.retriever=pariskv-paper, retrievers.pariskv.rest=none",
     ),
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="write {manifest, rows} to this file")]

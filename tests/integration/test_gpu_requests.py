@@ -213,7 +213,7 @@ def test_a_fault_at_an_eager_or_a_captured_step_ends_its_own_request_only(
         fault()
 
     with monkeypatch.context() as patch:
-        raise_beyond(patch, stage, layer=1, tokens=149 + step, fault=noting)
+        raise_beyond(patch, stage, layer=1, tokens=148 + step, fault=noting)
         found = answered(model, config, asks, rows=3)
     others = range(1, len(asks))
     assert {index: found[index] for index in others} == {index: wanted[index] for index in others}
