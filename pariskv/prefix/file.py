@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from pariskv.errors import PrefixError
 from pariskv.prefix.atomic import replacing
-from pariskv.prefix.parts import Digests, Part, ReadAhead, as_bytes, pieces
+from pariskv.prefix.parts import Digests, Mapped, Part, ReadAhead, as_bytes, pieces
 
 FORMAT = "pariskv-prefix"
 VERSION = 1
@@ -61,6 +62,10 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     sha256: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_file(path: Path, header: Mapping[str, Any], parts: Sequence[Part]) -> str:
@@ -192,7 +197,7 @@ class PrefixFile:
         Raises PrefixError for the first tensor that is not what was written: what was filled must not be used then.
         """
         names = [name for name in self._in_order() if name != TOKENS]
-        with ReadAhead((name, as_bytes(piece)) for name in names for _, piece in self._pieces(name)) as ahead:
+        with self.path.open("rb") as file, ReadAhead(self._mapped(), file.fileno()) as ahead:
             parts = {part.name: part for part in prepare()}
             self._check_places(parts, names)
             for name in names:
@@ -214,6 +219,15 @@ class PrefixFile:
     def _in_order(self) -> list[str]:
         """The tensors' names as they lie on the disk."""
         return sorted(self.tensors, key=lambda name: self._handle.get_tensor(name).data_ptr())
+
+    def _mapped(self) -> Iterator[Mapped]:
+        """All pieces but those of the token ids, as they lie in the file."""
+        at = self.nbytes - sum(entry.nbytes for entry in self.tensors.values())
+        for name in self._in_order():
+            for _, piece in self._pieces(name):
+                if name != TOKENS:
+                    yield Mapped(name, at, as_bytes(piece))
+                at += piece.nbytes
 
     def _pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """A tensor's pieces and where they start; nothing is read yet."""

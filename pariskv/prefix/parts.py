@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Semaphore
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,20 +108,29 @@ class Digests:
         return _digest_of(self._pieces.get(name, []))
 
 
+class Mapped(NamedTuple):
+    """A piece of the tensor `name`, in the file from byte `start` on, and where it is mapped."""
+
+    name: str
+    start: int
+    data: memoryview
+
+
 class ReadAhead:
     """The same for tensors of a mapped file, begun before anybody wants them: the digests bring them into memory.
 
-    pieces  of all tensors in the order in which they will be copied: the tensor's name and the memory
+    pieces  of all tensors in the order in which they will be copied
+    file    the descriptor of the file, to tell the system of a piece as a whole; else it learns of page after page
 
     Digests are ahead of the copies by LEAD pieces at most, so that a file larger than the memory is read once.
     """
 
-    def __init__(self, pieces: Iterable[tuple[str, memoryview]]):
+    def __init__(self, pieces: Iterable[Mapped], file: int):
         self._pool = ThreadPoolExecutor(THREADS, "pariskv-digest")
-        self._lead, self._is_over = Semaphore(LEAD), False
+        self._lead, self._is_over, self._file = Semaphore(LEAD), False, file
         self._pieces: dict[str, list[Future[bytes]]] = {}
-        for name, data in pieces:
-            self._pieces.setdefault(name, []).append(self._pool.submit(self._digest, data))
+        for piece in pieces:
+            self._pieces.setdefault(piece.name, []).append(self._pool.submit(self._digest, piece))
 
     def __enter__(self) -> ReadAhead:
         return self
@@ -129,10 +140,14 @@ class ReadAhead:
         self._lead.release(THREADS)
         self._pool.shutdown(cancel_futures=True)
 
-    def _digest(self, data: memoryview) -> bytes:
+    def _digest(self, piece: Mapped) -> bytes:
         if not self._is_over:
             self._lead.acquire()
-        return b"" if self._is_over else _digest(data)
+        if self._is_over:
+            return b""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file, piece.start, piece.data.nbytes, os.POSIX_FADV_WILLNEED)
+        return _digest(piece.data)
 
     def copied(self) -> None:
         """One more piece was copied."""
