@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -244,6 +245,19 @@ def test_a_journal_of_other_work_is_refused_by_what_differs(tmp_path: Path) -> N
     taken.path.write_text("[]\n")
     with pytest.raises(ConfigError, match="no journal"):
         Journal(out, {"prompts": "a"}, resume=True)
+
+
+def test_a_full_disk_keeps_the_results_that_were_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    running = Journal(tmp_path / "out.jsonl", {"prompts": "a"}, resume=False)
+    running.add({"index": 0})
+    with monkeypatch.context() as patch:
+        patch.setattr("pariskv.serving.journal.append_lines", full)
+        with pytest.raises(ConfigError, match="cannot be written: No space left on device; make room, and go on with"):
+            running.add({"index": 1})
+    assert Journal(tmp_path / "out.jsonl", {"prompts": "a"}, resume=True).done == {0: {"index": 0}}
 
 
 @pytest.mark.parametrize(
