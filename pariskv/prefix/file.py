@@ -196,15 +196,14 @@ class PrefixFile:
         prepare  makes room for them, while the first pieces are read; its parts are all tensors but the token ids
         Raises PrefixError for the first tensor that is not what was written: what was filled must not be used then.
         """
-        names = [name for name in self._in_order() if name != TOKENS]
-        with self.path.open("rb") as file, ReadAhead(self._mapped(), file.fileno()) as ahead:
+        mapped = list(self._mapped())
+        with self.path.open("rb") as file, ReadAhead(mapped, file.fileno()) as ahead:
             parts = {part.name: part for part in prepare()}
-            self._check_places(parts, names)
-            for name in names:
-                for start, piece in self._pieces(name):
-                    parts[name].write(start, piece)
-                    ahead.copied()
-            changed = [name for name in names if ahead.of(name) != self.tensors[name].sha256]
+            self._check_places(parts)
+            for piece in mapped:
+                parts[piece.name].write(piece.first, piece.entries)
+                ahead.copied()
+            changed = [name for name in parts if ahead.of(name) != self.tensors[name].sha256]
         self._refuse_changed(changed)
 
     def token_ids(self) -> Tensor:
@@ -216,28 +215,20 @@ class PrefixFile:
             self._refuse_changed([TOKENS] if running.of(TOKENS) != self.tensors[TOKENS].sha256 else [])
         return tensor
 
-    def _in_order(self) -> list[str]:
-        """The tensors' names as they lie on the disk."""
-        return sorted(self.tensors, key=lambda name: self._handle.get_tensor(name).data_ptr())
-
     def _mapped(self) -> Iterator[Mapped]:
-        """All pieces but those of the token ids, as they lie in the file."""
+        """All pieces but those of the token ids, as they lie in the file; nothing is read yet."""
         at = self.nbytes - sum(entry.nbytes for entry in self.tensors.values())
-        for name in self._in_order():
-            for _, piece in self._pieces(name):
+        tensors = {name: self._handle.get_tensor(name) for name in self.tensors}
+        for name, tensor in sorted(tensors.items(), key=lambda item: int(item[1].data_ptr())):
+            for start, stop in pieces(tuple(tensor.shape), tensor.dtype):
+                entries = tensor[start:stop]
                 if name != TOKENS:
-                    yield Mapped(name, at, as_bytes(piece))
-                at += piece.nbytes
+                    yield Mapped(name, start, entries, at)
+                at += entries.nbytes
 
-    def _pieces(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """A tensor's pieces and where they start; nothing is read yet."""
-        tensor = self._handle.get_tensor(name)
-        for start, stop in pieces(self.tensors[name].shape, self.tensors[name].dtype):
-            yield start, tensor[start:stop]
-
-    def _check_places(self, parts: Mapping[str, Part], names: Sequence[str]) -> None:
+    def _check_places(self, parts: Mapping[str, Part]) -> None:
         """The cache has a place for every tensor, and wants no other."""
-        for name in sorted(parts.keys() ^ set(names)):
+        for name in sorted(parts.keys() ^ (self.tensors.keys() - {TOKENS})):
             what = "is missing" if name in parts else "has no place in the cache here"
             raise self.refusal(name, f"{what}; load it with what it was saved with")
         for name, part in parts.items():

@@ -109,11 +109,12 @@ class Digests:
 
 
 class Mapped(NamedTuple):
-    """A piece of the tensor `name`, in the file from byte `start` on, and where it is mapped."""
+    """A piece of the mapped tensor `name`: the first entry, the entries, and where in the file they begin, in bytes."""
 
     name: str
+    first: int
+    entries: Tensor
     start: int
-    data: memoryview
 
 
 class ReadAhead:
@@ -146,8 +147,8 @@ class ReadAhead:
         if self._is_over:
             return b""
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file, piece.start, piece.data.nbytes, os.POSIX_FADV_WILLNEED)
-        return _digest(piece.data)
+            os.posix_fadvise(self._file, piece.start, piece.entries.nbytes, os.POSIX_FADV_WILLNEED)
+        return _digest(as_bytes(piece.entries))
 
     def copied(self) -> None:
         """One more piece was copied."""
