@@ -247,7 +247,7 @@ def window_of(pipeline: LayerPipeline, window: WindowConfig, layer: int) -> Wind
     """
     update = math.lcm(window.update_interval, pipeline.block)
     lag = layer // LAYERS_PER_STEP % update
-    return Window(window.sink, window.local + lag, update, window.dense_below)
+    return Window(window.sink, window.local + lag, update, window.dense_below).suited_to(pipeline.indexes)
 
 
 def dense_bytes(layer: LayerState) -> int:

@@ -37,7 +37,7 @@ class LayerState:
     def __init__(self, info: LayerInfo, pipeline: LayerPipeline, window: Window, request: Request):
         self.info = info
         self.pipeline = pipeline
-        self.window = window.without_zone() if pipeline.indexes == "none" else window
+        self.window = window.suited_to(pipeline.indexes)
         self.request = request
         self.zone = Zone(info, pipeline, self.window.update)
         # How often each slot held a selected row; see `count_selected`. Nobody sums it before `attended` is asked for.
@@ -212,7 +212,7 @@ class LayerState:
         prompt = self.prompt
         assert prompt is not None
         self.zone.fit(self._view)
-        ring = max(self._ring_capacity(tokens, tokens + self.request.new_tokens) for tokens in self.lengths)
+        ring = max(self.window.ring_capacity(tokens, tokens + self.request.new_tokens) for tokens in self.lengths)
         self.device = DeviceRows(self.info, self.window, ring, self.pipeline.slots(self.info.group))
         for row, (tokens, zone) in enumerate(zip(self.lengths, self.zones, strict=True)):
             first = min(self.window.sink, tokens)
@@ -223,19 +223,13 @@ class LayerState:
         self.active_rows = [True] * self.info.batch
         self._publish()
 
-    def _ring_capacity(self, tokens: int, final_tokens: int) -> int:
-        if self.pipeline.indexes == "prompt":
-            zone = self.window.zone(tokens)
-            return max(1, self.window.ring(final_tokens, zone))
-        return self.window.ring_capacity(tokens, final_tokens)
-
     # Moving tokens into the zone: `update`
 
     def settle(self) -> None:
         """Move every block that is due from the prompt or the ring into the zone. Between steps only."""
         due: dict[int, list[int]] = {}
-        for row, tokens in enumerate(self.lengths):
-            if more := self._zone(row, tokens) - self.zones[row]:
+        for row, (tokens, zone) in enumerate(zip(self.lengths, self.zones, strict=True)):
+            if more := (self.window.zone_from(zone, tokens) if self.decoding else self.window.zone(tokens)) - zone:
                 due.setdefault(more, []).append(row)
         for more, rows in due.items():
             self._move(rows, more)
@@ -243,11 +237,6 @@ class LayerState:
             self.zone.fit(self._view)
             self._publish(itertools.chain(*due.values()))
         self._keep_a_free_slot()
-
-    def _zone(self, row: int, tokens: int) -> int:
-        if self.pipeline.indexes == "prompt" and self.decoding:
-            return self.zones[row]
-        return self.window.zone(tokens)
 
     def _move(self, rows: list[int], tokens: int) -> None:
         """The oldest `tokens` tokens outside the zone of each of the rows: encode them, append them."""
@@ -318,7 +307,7 @@ class LayerState:
         if tokens >= self.lengths[row]:
             return
         sink, zone = self.window.sink, self.zones[row]
-        left = min(zone, self._zone_of(row, tokens))
+        left = min(zone, self.window.zone_before(tokens))
         returning = min(sink + zone, tokens) - (sink + left)
         rows = None
         if returning > 0:
@@ -333,12 +322,6 @@ class LayerState:
         if self.queries is not None:
             self.queries.crop(row, tokens)
         self._publish([row])
-
-    def _zone_of(self, row: int, tokens: int) -> int:
-        """The zone that a row had when it held so many tokens."""
-        if self.pipeline.indexes == "prompt":
-            return max(0, tokens - self.window.sink) // self.window.update * self.window.update
-        return self.window.zone(tokens)
 
     def take_row(self, row: int, source: LayerState, source_row: int, common: int = 0) -> None:
         """Make a row hold what another one does, of this layer or of the same layer of another request.

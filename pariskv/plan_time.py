@@ -158,7 +158,6 @@ class _LayerReads:
     """
 
     window: Window
-    indexes: str
     row: int
     code: Fraction
     candidate: Fraction
@@ -172,7 +171,7 @@ class _LayerReads:
         device = bus = 0
         tokens, end = prompt + 1, prompt + new_tokens
         while tokens <= end:
-            last = min(end, self.window.last_of_zone(tokens)) if self.indexes != "prompt" else end
+            last = min(end, self.window.last_of_zone(tokens))
             steps, first = last - tokens + 1, self.at(prompt, tokens)
             device += steps * first.device + self.row * (steps * (steps - 1) // 2)
             bus += steps * first.bus
@@ -180,7 +179,7 @@ class _LayerReads:
         return StepBytes(device, bus)
 
     def at(self, prompt: int, tokens: int) -> StepBytes:
-        zone = self.window.zone(prompt if self.indexes == "prompt" else tokens)
+        zone = self.window.zone_from(self.window.zone(prompt), tokens)
         count = self.candidates.count(zone, self.top_k) if zone else 0
         selected = self.row * min(zone, self.rows)
         device = self.row * (tokens - zone) + math.floor(self.code * zone + self.candidate * count)
@@ -216,8 +215,7 @@ def _layer(info: LayerInfo, pipeline: LayerPipeline, window: Window) -> _LayerRe
     is_whole = pipeline.names.get("fetch") != pipeline.names.get("coarse_select")
     is_promised = pipeline.rerank is not None and not pipeline.adapts_top_k
     return _LayerReads(
-        window=window.without_zone() if pipeline.indexes == "none" else window,
-        indexes=pipeline.indexes,
+        window=window,
         row=_row_bytes(info),
         code=code,
         candidate=candidate,

@@ -255,9 +255,7 @@ class _Moments:
         self.moments = sum(_moment_bytes(planner.pipelines[index], self.infos[i]) for i, index in enumerate(self.order))
 
     def _figures(self, index: int, tokens: int) -> Figures:
-        pipeline, window = self.planner.pipelines[index], self.planner.windows[index]
-        zone = 0 if pipeline.indexes == "none" else window.zone(tokens)
-        return self.planner.figures(index, zone, tokens, self.batch)
+        return self.planner.figures(index, self.planner.windows[index].zone(tokens), tokens, self.batch)
 
     def need(self) -> Need:
         total = sum(self.layers, Estimate())
@@ -299,8 +297,7 @@ class _Moments:
     def _taking(self, i: int) -> int:
         """`encode` and `update` of what a chunk lets leave: a chunk and an update at most."""
         index = self.order[i]
-        window = self.planner.windows[index]
-        zone = 0 if self.planner.pipelines[index].indexes == "none" else window.zone(self.prompt_tokens)
+        zone = self.planner.windows[index].zone(self.prompt_tokens)
         return self.planner.figures(index, min(zone, self.chunk), self.prompt_tokens, self.batch).taking
 
     def _trace(self, tokens: int, chunked: bool | None = None) -> Trace:
@@ -356,17 +353,12 @@ def estimate_layer(
     """What can be computed of one layer of a request whose prompt is read in that way."""
     tokens = prompt_tokens + new_tokens
     row = 2 * info.batch * info.kv_heads * info.head_dim * info.dtype.itemsize
-    zone = 0 if pipeline.indexes == "none" else window.zone(tokens)
-    kept = window.without_zone() if pipeline.indexes == "none" else window
+    window = window.suited_to(pipeline.indexes)
+    zone = window.zone_from(window.zone(prompt_tokens), tokens)
     is_streamed = history == "store" and pipeline.indexes != "none"
     # A row that grows from nothing holds as much at most, whether decoded or read.
-    held = min(tokens, window.sink + window.ring_capacity(0, tokens)) if is_streamed else prompt_tokens
-    if pipeline.indexes == "prompt":
-        zone = window.zone(prompt_tokens)
-        ring = max(1, window.ring(tokens, zone))
-    else:
-        ring = kept.ring_capacity(prompt_tokens, tokens)
-    steady = window.sink + ring
+    held = min(tokens, window.sink + window.while_reading().ring_capacity(0, tokens)) if is_streamed else prompt_tokens
+    steady = window.sink + window.ring_capacity(prompt_tokens, tokens)
     rows = row * (steady + pipeline.slots(info.group)) + info.batch * steady
     codes = sum(code_bytes(info, encoder.allocate_codes, encoder.block, zone) for encoder in pipeline.encoders)
     hosted = row * zone if pipeline.host_resident and info.device.type == "cuda" else 0

@@ -64,7 +64,7 @@ def prepare(layer: LayerState, saved: Mapping[str, Any], entries: Mapping[str, E
         layer.zone.states[name] = _empty(f"{prefix_of(layer.info.index)}.state.{name}", keys, layer, entries)
     if saved["queries"] is not None:
         layer.queries = _empty_queries(layer, *saved["queries"])
-    needed = max(layer._ring_capacity(tokens, tokens + layer.request.new_tokens) for tokens in layer.lengths)
+    needed = max(layer.window.ring_capacity(tokens, tokens + layer.request.new_tokens) for tokens in layer.lengths)
     ring = max(needed, saved["ring"])
     layer.device = DeviceRows(layer.info, layer.window, ring, layer.pipeline.slots(layer.info.group))
 

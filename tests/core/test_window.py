@@ -56,3 +56,17 @@ def test_a_zone_ends_where_the_next_is_another(window: Window) -> None:
         last = window.last_of_zone(tokens)
         assert {window.zone(n) for n in range(tokens, last + 1)} == {window.zone(tokens)}
         assert window.zone(last + 1) != window.zone(tokens) or last + 1 == window.dense_below
+
+
+def test_a_window_suits_what_is_indexed() -> None:
+    window = Window(4, 10, 8, 40)
+    assert window.suited_to("all") == window
+    assert window.suited_to("none").zone(10_000) == 0
+    fixed = window.suited_to("prompt")
+    assert (fixed.zone(100), fixed.zone_from(80, 1000), window.zone_from(80, 1000)) == (80, 80, 984)
+    assert fixed.last_of_zone(100) > 10**9
+    # Nothing leaves the ring, so it holds all that is generated; while the prompt is read, it does not yet.
+    assert fixed.ring_capacity(100, 1000) == 1000 - 4 - 80
+    assert fixed.while_reading() == window
+    # A row that goes back into the prompt keeps in the zone what was there, to the last whole update.
+    assert (fixed.zone_before(60), window.zone_before(60)) == (56, 40)
