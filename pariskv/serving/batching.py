@@ -14,7 +14,6 @@ import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -177,8 +176,10 @@ class _Running:
     def _read(self, index: int, row: int) -> Answer:
         """Read a prompt, put it into a row, and choose its first token."""
         ask = self._ask(index)
-        single, batch = self.reader or self.owner.new_cache(), self.owner.batch_of(ask)
-        self.reader = None
+        single, self.reader = self.reader, None
+        if single is None:
+            single = self.owner.new_cache()
+        batch = self.owner.batch_of(ask)
         logits = self.owner.read(single, batch, ask)
         token = int(self.sampler.restart(row, logits, ask.seed))
         answer = Answer(index, [token], token in self.model.eos_ids)
@@ -190,8 +191,11 @@ class _Running:
 
     def _keep(self, single: ParisCache) -> None:
         """For the next prompt, unless a plugin's store cannot forget what it holds."""
-        with suppress(PluginContractError):
+        try:
             single.clear()
+        except PluginContractError as error:
+            logger.info("the next prompt is read into a new cache: %s", error)
+        else:
             self.reader = single
 
     def _take(self, row: int, single: ParisCache, tokens: int) -> None:

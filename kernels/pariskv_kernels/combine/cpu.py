@@ -29,19 +29,26 @@ def combine_scores(
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
+def _score(products, offset, scaling, softcap, scores):  # type: ignore[no-untyped-def]
+    """Writes a head's scores [C], and returns the highest."""
+    highest = np.float32(-np.inf)
+    for c in range(products.shape[0]):
+        score = np.float32((products[c] + offset) * scaling)
+        if softcap > 0 and score > -np.inf:
+            score = np.float32(softcap * np.tanh(score / softcap))
+        scores[c] = score
+        highest = max(highest, score)
+    return highest
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
 def _combine(products, offset, steady, how, scaling, softcap, combined):  # type: ignore[no-untyped-def]
     batch, heads, group, num = products.shape
     scores = np.empty((group, num), np.float32)
     for b in range(batch):
         for h in range(heads):
             for g in range(group):
-                highest = steady[b, h, g]
-                for c in range(num):
-                    score = (products[b, h, g, c] + offset[b, h, g]) * scaling
-                    if softcap > 0 and score > -np.inf:
-                        score = softcap * np.tanh(score / softcap)
-                    scores[g, c] = score
-                    highest = max(highest, score)
+                highest = max(steady[b, h, g], _score(products[b, h, g], offset[b, h, g], scaling, softcap, scores[g]))
                 if how != MAX_LOGIT and highest > -np.inf:
                     total = np.exp(steady[b, h, g] - highest)
                     for c in range(num):
@@ -75,15 +82,8 @@ def _sum(products, offset, scaling, softcap, sums):  # type: ignore[no-untyped-d
     for b in range(batch):
         for h in range(heads):
             for g in range(group):
-                highest, count = np.float32(-np.inf), 0
-                for c in range(num):
-                    score = (products[b, h, g, c] + offset[b, h, g]) * scaling
-                    if softcap > 0 and score > -np.inf:
-                        score = softcap * np.tanh(score / softcap)
-                    scores[c] = score
-                    highest = max(highest, score)
-                    count += score > -np.inf
-                total = np.float32(0)
+                highest = _score(products[b, h, g], offset[b, h, g], scaling, softcap, scores)
+                total, count = np.float32(0), (scores > -np.inf).sum()
                 if count:
                     for c in range(num):
                         total += np.exp(scores[c] - highest)

@@ -18,7 +18,11 @@ import torch
 from torch import Tensor
 
 LEAST = 2.0**-34
-"""The smallest eigenvalue, as a share of a bound of the largest, that is brought to its root."""
+"""The smallest eigenvalue, as a share of a bound of the largest, that is brought to its root.
+
+A frame asks for less: two moments with a ridge of 3 % of their mean have a condition of (256 / 0.03)^2 = 7e7 together
+where D is 256, and the bound, the norm, is 16 times the largest eigenvalue at most.
+"""
 
 CLOSE = 1e-14
 """What is left of 1 - x where the steps end: they square it, and float64 has no more."""

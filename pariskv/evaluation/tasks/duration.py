@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 from pariskv.config import EvaluationConfig
 from pariskv.errors import ConfigError
-from pariskv.evaluation.tasks.catalogue import check_tasks
+from pariskv.evaluation.tasks.catalogue import check_tasks, samples_of
 from pariskv.evaluation.tasks.gpqa import GPQADiamond
 from pariskv.evaluation.tasks.longbench2 import ANSWER_TOKENS, THOUGHT_TOKENS
-from pariskv.evaluation.tasks.maths import AIME25_SAMPLES, BoxedProblems
+from pariskv.evaluation.tasks.maths import BoxedProblems
 from pariskv.evaluation.tasks.ruler import NAMES as RULER
 from pariskv.evaluation.tasks.ruler import max_new_tokens
 
-PUBLISHED: dict[str, tuple[int, int, int]] = {
-    "longbench2": (503, 1, ANSWER_TOKENS),
-    "longbench2_cot": (503, 1, THOUGHT_TOKENS),
-    "gpqa_diamond": (198, 1, GPQADiamond.max_new_tokens),
-    "math500": (500, 1, BoxedProblems.max_new_tokens),
-    "aime25": (30, AIME25_SAMPLES, BoxedProblems.max_new_tokens),
+PUBLISHED: dict[str, tuple[int, int]] = {
+    "longbench2": (503, ANSWER_TOKENS),
+    "longbench2_cot": (503, THOUGHT_TOKENS),
+    "gpqa_diamond": (198, GPQADiamond.max_new_tokens),
+    "math500": (500, BoxedProblems.max_new_tokens),
+    "aime25": (30, BoxedProblems.max_new_tokens),
 }
-"""Items, samples and tokens of an answer of the published sets, unless the configuration says otherwise."""
+"""Items, and tokens of an answer, of the published sets, unless the configuration says otherwise."""
 
 LONG = ("longbench2", "longbench2_cot")
 """Sets whose prompts are as long as a context; the others' prompts are short beside their answers."""
@@ -53,9 +53,9 @@ def answers_of(asked: EvaluationConfig, context: int, short: int = 1) -> list[An
     found = []
     for name in asked.tasks:
         if name in PUBLISHED:
-            items, samples, longest = PUBLISHED[name]
+            items, longest = PUBLISHED[name]
             new = asked.max_new_tokens or longest
-            count = min(items, asked.limit or items) * (asked.samples or samples)
+            count = min(items, asked.limit or items) * (asked.samples or samples_of(name))
             found.append(Answers(count, context - new if name in LONG else short, new))
             if name == "longbench2_cot":
                 found.append(Answers(count, new, ANSWER_TOKENS))

@@ -161,12 +161,12 @@ class ParisKV(Retriever):
             steady = torch.full_like(offset, -torch.inf) if query.steady is None else query.steady.float()
             how = self.options.combine, query.scaling, query.softcap
             scores, sums = combine_estimates(heads, *estimated, offset, steady, *how, with_sums=self.estimates_rest)
-        if self.estimates_rest:
-            # Beside the choice of the best, and then beside their fetch: nobody needs it before `attend`.
-            weighed = Beside(offset.device, lambda: self._weigh(query, codes, selection.indices, sums))
-        kept = keep_best(selection, scores, top_k, self._least(query.heads.shape[2]))
+        least = self._least(query.heads.shape[2])
         if not self.estimates_rest:
-            return kept
+            return keep_best(selection, scores, top_k, least)
+        # Beside the choice of the best, and then beside their fetch: nobody needs it before `attend`.
+        weighed = Beside(offset.device, lambda: self._weigh(query, codes, selection.indices, sums))
+        kept = keep_best(selection, scores, top_k, least)
         rest = weighed.then(lambda found: self._rest(query, codes, found, kept))
         return replace(kept, partial=PartialBeside(rest))
 
