@@ -44,13 +44,13 @@ def belongs_to(cache: ParisCache) -> dict[str, Any]:
 
 def _layer(cache: ParisCache, index: int) -> dict[str, Any]:
     pipeline, info = cache.request.pipelines[index], cache.geometry.expected_info(index, 1)
-    window = asdict(cache.planner.windows[index])
+    window, dense_below = cache.planner.windows[index], cache.config.window.dense_below
     rule = [[start, str(ratio)] for start, ratio in pipeline.candidates.ratios], pipeline.candidates.minimum
     return {
         "kind": "retrieval",
         "heads": [info.kv_heads, info.group, info.head_dim],
         "scaling": [info.scaling, info.softcap],
-        "window": window,
+        "window": {"sink": window.sink, "local": window.local, "update": window.update, "dense_below": dense_below},
         "indexes": pipeline.indexes,
         "stages": {stage: pipeline.names[stage] for stage in SELECTING if stage in pipeline.names},
         "codes": {encoder.name: [encoder.format, encoder.block] for encoder in pipeline.encoders},

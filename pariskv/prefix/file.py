@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,10 +61,6 @@ class Entry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     sha256: str
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_file(path: Path, header: Mapping[str, Any], parts: Sequence[Part]) -> str:
@@ -197,7 +192,7 @@ class PrefixFile:
         Raises PrefixError for the first tensor that is not what was written: what was filled must not be used then.
         """
         mapped = list(self._mapped())
-        with self.path.open("rb") as file, ReadAhead(mapped, file.fileno()) as ahead:
+        with ReadAhead(mapped) as ahead:
             parts = {part.name: part for part in prepare()}
             self._check_places(parts)
             for piece in mapped:
@@ -217,14 +212,10 @@ class PrefixFile:
 
     def _mapped(self) -> Iterator[Mapped]:
         """All pieces but those of the token ids, as they lie in the file; nothing is read yet."""
-        at = self.nbytes - sum(entry.nbytes for entry in self.tensors.values())
-        tensors = {name: self._handle.get_tensor(name) for name in self.tensors}
+        tensors = {name: self._handle.get_tensor(name) for name in self.tensors if name != TOKENS}
         for name, tensor in sorted(tensors.items(), key=lambda item: int(item[1].data_ptr())):
             for start, stop in pieces(tuple(tensor.shape), tensor.dtype):
-                entries = tensor[start:stop]
-                if name != TOKENS:
-                    yield Mapped(name, start, entries, at)
-                at += entries.nbytes
+                yield Mapped(name, start, tensor[start:stop])
 
     def _check_places(self, parts: Mapping[str, Part]) -> None:
         """The cache has a place for every tensor, and wants no other."""

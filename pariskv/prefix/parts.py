@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -109,26 +108,24 @@ class Digests:
 
 
 class Mapped(NamedTuple):
-    """A piece of the mapped tensor `name`: the first entry, the entries, and where in the file they begin, in bytes."""
+    """A piece of the mapped tensor `name`, and its first entry."""
 
     name: str
     first: int
     entries: Tensor
-    start: int
 
 
 class ReadAhead:
     """The same for tensors of a mapped file, begun before anybody wants them: the digests bring them into memory.
 
     pieces  of all tensors in the order in which they will be copied
-    file    the descriptor of the file, to tell the system of a piece as a whole; else it learns of page after page
 
     Digests are ahead of the copies by LEAD pieces at most, so that a file larger than the memory is read once.
     """
 
-    def __init__(self, pieces: Iterable[Mapped], file: int):
+    def __init__(self, pieces: Iterable[Mapped]):
         self._pool = ThreadPoolExecutor(THREADS, "pariskv-digest")
-        self._lead, self._is_over, self._file = Semaphore(LEAD), False, file
+        self._lead, self._is_over = Semaphore(LEAD), False
         self._pieces: dict[str, list[Future[bytes]]] = {}
         for piece in pieces:
             self._pieces.setdefault(piece.name, []).append(self._pool.submit(self._digest, piece))
@@ -144,11 +141,7 @@ class ReadAhead:
     def _digest(self, piece: Mapped) -> bytes:
         if not self._is_over:
             self._lead.acquire()
-        if self._is_over:
-            return b""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file, piece.start, piece.entries.nbytes, os.POSIX_FADV_WILLNEED)
-        return _digest(as_bytes(piece.entries))
+        return b"" if self._is_over else _digest(as_bytes(piece.entries))
 
     def copied(self) -> None:
         """One more piece was copied."""
